@@ -355,10 +355,10 @@ def attend_add(
     ``plan`` is the result of `plan_step` for this step, if there is one.
     """
     scale = o.attended_scale
-    if scale is not None and _is_by_parts(q, o) and low_bit_linear.reads_halves(q, o.parts):
-        halves = decode_attention.attended_halves(q, pages, softmax_scale, scale)
-        if halves is not None:
-            return low_bit_linear.linear_of_halves(halves, o.parts, o.bias, residual, add=True)
+    if scale is not None and _is_by_parts(q, o) and low_bit_linear.takes_float16(q, o.parts):
+        activations = decode_attention.attention_to_float16(q, pages, softmax_scale, scale)
+        if activations is not None:
+            return low_bit_linear.linear_of_float16(activations, o.parts, o.bias, residual, add=True)
     return linear_add(paged_attention(q, pages, softmax_scale, plan).flatten(1), o, residual)
 
 
@@ -377,8 +377,8 @@ def mlp(
     scale, norm = gate_up.gated_scale, None if norm_weight is None else (norm_weight, eps)
     if scale is not None and _is_handed_over(x, gate_up, down):
         out = x.new_empty(x.shape[0], down.out_features) if residual is None else residual
-        halves = low_bit_linear.gated_halves(x, gate_up.parts[0], gate_up.bias, norm, scale, gate_up.gate)
-        return low_bit_linear.linear_of_halves(halves, down.parts, down.bias, out, add=residual is not None)
+        activations = low_bit_linear.gated_to_float16(x, gate_up.parts[0], gate_up.bias, norm, scale, gate_up.gate)
+        return low_bit_linear.linear_of_float16(activations, down.parts, down.bias, out, add=residual is not None)
     if gate_up.parts and low_bit_linear.is_fp8_mlp(x, gate_up.parts, down.parts):
         parts = gate_up.parts[0], gate_up.bias, down.parts[0], down.bias
         return fp8_linear.mlp(x, norm, *parts, residual, gate_up.gate)

@@ -144,8 +144,8 @@ def widen(weights):
     """
     if weights.dtype == tl.uint8:
         bits = weights.to(tl.uint16)
-        halves = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        result = tl.where((bits & 0x7F) == 0x7F, float("nan"), halves.to(tl.float32) * 256)
+        float16 = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        result = tl.where((bits & 0x7F) == 0x7F, float("nan"), float16.to(tl.float32) * 256)
     else:
         result = weights.to(tl.float32)
     return result

@@ -17,7 +17,7 @@ from minillm.kernels.cpu import HostPlan
 from minillm.kernels.linear.invariant import product
 from minillm.kernels.linear.low_bit import many_tokens as dot
 from minillm.kernels.linear.low_bit.choose import columns_of, slabs
-from minillm.kernels.linear.low_bit.few_tokens import halve_activations
+from minillm.kernels.linear.low_bit.few_tokens import convert_to_float16
 from minillm.kernels.linear.low_bit.layouts import FP8, LowBit
 from minillm.kernels.norm.activation import gate_mul
 from minillm.kernels.norm.rms_norm import rms_norm
@@ -101,11 +101,11 @@ def _is_for_dot(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
 
 def _by_dot(x: Tensor, weight: LinearWeight, out: Tensor, norm: Norm | None, *, gated: int, add: bool) -> Tensor:
     for some, target in zip(x.split(_MOST_BY_DOT), out.split(_MOST_BY_DOT), strict=True):
-        halves = halve_activations(some, norm, weight.parts[0].order, by_eights=False)
+        activations = convert_to_float16(some, norm, weight.parts[0].order, by_eights=False)
         for part, bias, columns in columns_of(weight.parts, weight.bias, target):
             tile = dot.tile_for(part.layout, some.shape[0], part.shape[0], gated)
             tile = tile._replace(parts=dot.parts_for(part.shape[0], gated))
-            dot.product(halves, part, bias, columns, gated=gated, add=add, tile=tile)
+            dot.product(activations, part, bias, columns, gated=gated, add=add, tile=tile)
     return out
 
 

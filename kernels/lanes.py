@@ -64,9 +64,9 @@ def transpose8x8(words, WARPS: tl.constexpr):
     and row of the transposed matrix.
     """
     if INTERPRETED:
-        halves = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
-        halves = tl.permute(tl.reshape(halves, [WARPS, 8, 8]), [0, 2, 1])
-        low, high = tl.split(tl.reshape(halves, [WARPS * 32, 2]))
+        values = tl.join(words & 0xFFFF, (words >> 16) & 0xFFFF)
+        values = tl.permute(tl.reshape(values, [WARPS, 8, 8]), [0, 2, 1])
+        low, high = tl.split(tl.reshape(values, [WARPS * 32, 2]))
         return low | (high << 16)
     else:
         return tl.inline_asm_elementwise(

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from lib.floors import FLOORS
+from lib.layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "minillm", "ui")
 CACHE_MAY_NOT = {"torch", "numpy"}
 OPTIONAL = {"llama_cpp": "llama-cpp-python"}  # modules of distributions that no environment needs
 
-ROOMS = [floor.split() for floor in FLOORS.strip().splitlines()]
+PACKAGES_BY_LAYER = [layer.split() for layer in LAYERS.strip().splitlines()]
 
 
 @cache
@@ -44,13 +44,13 @@ def sources(package: str) -> list[Path]:
     return files
 
 
-def room_of(module: str) -> str | None:
-    """The room of a module of ours: None for ``minillm`` itself and for other projects' modules."""
+def package_of(module: str) -> str | None:
+    """The package of a module of ours: None for ``minillm`` itself and for other projects' modules."""
     parts = module.split(".")
     return parts[1] if parts[0] == "minillm" and len(parts) > 1 else None
 
 
-def files_of_rooms() -> Iterator[tuple[str, Path]]:
+def files_of_packages() -> Iterator[tuple[str, Path]]:
     for path in sorted((ROOT / "minillm").rglob("*.py")):
         parts = path.relative_to(ROOT / "minillm").parts
         yield parts[0].removesuffix(".py"), path
@@ -64,36 +64,38 @@ def test_no_test_module_imports_another() -> None:
     assert sorted((name, module) for name, module in found if module.partition(".")[0].startswith("test_")) == []
 
 
-def test_every_room_has_its_floor() -> None:
-    rooms = {room for room, _ in files_of_rooms()} - {"__init__", "__main__"}
-    assert rooms == {room for floor in ROOMS for room in floor}
+def test_every_package_has_its_layer() -> None:
+    packages = {package for package, _ in files_of_packages()} - {"__init__", "__main__"}
+    assert packages == {package for layer in PACKAGES_BY_LAYER for package in layer}
 
 
-def test_a_room_imports_only_what_lies_on_lower_floors() -> None:
-    """Imports under TYPE_CHECKING count too: a name that is only needed for a type still ties two rooms together."""
-    floor_of = {room: number for number, floor in enumerate(ROOMS) for room in floor}
-    for room, path in files_of_rooms():
-        if room in ("__init__", "__main__"):
+def test_a_package_imports_only_lower_layers() -> None:
+    """Imports under TYPE_CHECKING count too: a name that is only needed for a type still ties two packages together."""
+    layer_of = {package: number for number, layer in enumerate(PACKAGES_BY_LAYER) for package in layer}
+    for package, path in files_of_packages():
+        if package in ("__init__", "__main__"):
             continue
         for module in imported(path):
-            other = room_of(module)
-            if other is not None and other != room:
-                assert floor_of[other] < floor_of[room], f"{path.relative_to(ROOT)} imports {module}"
+            other = package_of(module)
+            if other is not None and other != package:
+                assert layer_of[other] < layer_of[package], f"{path.relative_to(ROOT)} imports {module}"
 
 
 def test_only_the_bench_command_imports_benchmarks() -> None:
     importing = {
         str(path.relative_to(ROOT))
-        for room, path in files_of_rooms()
-        if room != "bench" and any(module.startswith("minillm.bench") for module in imported(path))
+        for package, path in files_of_packages()
+        if package != "bench" and any(module.startswith("minillm.bench") for module in imported(path))
     }
     assert importing == {"minillm/cli/bench.py"}
 
 
-def test_no_files_of_a_room_import_each_other_in_a_circle() -> None:
+def test_no_files_of_a_package_import_each_other_in_a_circle() -> None:
     modules = {}
-    for room, path in files_of_rooms():
-        name = ".".join(("minillm", *path.relative_to(ROOT / ("" if room in ("kernels", "ui") else "minillm")).parts))
+    for package, path in files_of_packages():
+        name = ".".join(
+            ("minillm", *path.relative_to(ROOT / ("" if package in ("kernels", "ui") else "minillm")).parts)
+        )
         modules[name.removesuffix(".py").removesuffix(".__init__")] = imported(path)
     # A file's own packages are not arrows: ``from minillm.kernels import cpu`` inside kernels means the file.
     arrows = {
@@ -179,11 +181,11 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     extras = {name: declared(*each) for name, each in project["optional-dependencies"].items()}
     runtime, dev, serve = declared(*project["dependencies"]), extras["dev"], extras["serve"]
     assert extras["peers"] == {OPTIONAL["llama_cpp"]}
-    files = list(files_of_rooms())
-    assert distributions(path for room, path in files if room not in ("bench", "server", "ray")) == runtime
+    files = list(files_of_packages())
+    assert distributions(path for package, path in files if package not in ("bench", "server", "ray")) == runtime
     assert distributions([ROOT / "minillm" / "ray.py"]) - runtime == extras["ray"] == {"ray"}
     # uvicorn imports httptools for us.
-    assert distributions(path for room, path in files if room == "server") - runtime == serve - {"httptools"}
+    assert distributions(path for package, path in files if package == "server") - runtime == serve - {"httptools"}
     peers = set(OPTIONAL.values())  # they are measured beside it
     assert distributions((ROOT / "minillm" / "bench").rglob("*.py")) <= runtime | dev | serve | peers
     assert distributions((ROOT / "tests").rglob("*.py")) <= runtime | dev | serve

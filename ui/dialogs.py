@@ -374,10 +374,10 @@ class ProbabilityScreen(Dialog[Fork]):
         self._text.update(Content.assemble(*zip(texts, looks, strict=True)))
         token = self._tokens[self._cursor]
         lines = [Content(f"token {self._cursor + 1} of {len(self._tokens)} · log p {token.logprob:.2f}")]
-        room = max(0, min(20, self._area.size.width - 30))  # cells that are left for a bar after mark, token and figure
+        bar_width = max(0, min(20, self._area.size.width - 30))  # after mark, token and figure
         for number, each in enumerate(_alternatives(token)):
             chance = math.exp(each.logprob)
-            figures = f"{chance:>7.1%} {bar(chance, room)}"
+            figures = f"{chance:>7.1%} {bar(chance, bar_width)}"
             looks_of = "bold" if each.text == token.text else ""
             mark = "▸" if number == self._chosen else " "
             lines.append(Content.assemble((mark, "$text-accent"), (_visible(each.text), looks_of), figures))

@@ -52,15 +52,15 @@ def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> N
     drawing. With ``lines_ahead``, a widget that grows also reserves that number of blank lines, so that its height
     changes less often. `settle` frees these lines.
     """
-    (width, room), rules = widget.content_size, cast(RulesMap, widget.styles)
+    (width, height_before), rules = widget.content_size, cast(RulesMap, widget.styles)
     height = content.get_height(rules, width) if width else 0
     if not width or not lines_ahead:
         widget.update(content, layout=not width or widget.visual.get_height(rules, width) != height)
-    elif height > room:
+    elif height > height_before:
         widget.styles.min_height = height + lines_ahead
         widget.update(content, layout=True)
     else:
-        widget.update(content, layout=height < room and not widget.styles.has_rule("min_height"))
+        widget.update(content, layout=height < height_before and not widget.styles.has_rule("min_height"))
 
 
 def settle(widget: Widget) -> None:

@@ -140,10 +140,10 @@ class PlainChat:
     def _prompt(self) -> list[int]:
         """Return the token ids of the conversation. If the context is full, leave out the oldest turns."""
         tokenizer, longest = self.llm.tokenizer, self.llm.engine.max_model_len
-        room = min(256, longest // 8)
+        min_context_left = min(256, longest // 8)
         while True:
             prompt = tokenizer.apply_chat_template(self.conversation.messages(self.settings.system))
-            if len(prompt) + room <= longest or not self.conversation.drop_oldest_half():
+            if len(prompt) + min_context_left <= longest or not self.conversation.drop_oldest_half():
                 return prompt
             self.note(f"the context is full: leaving out the oldest {self.conversation.num_dropped} turns")
 

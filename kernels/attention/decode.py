@@ -30,7 +30,7 @@ from minillm.kernels.attention.int8_decode import TOKENS, attend_group, load_gro
 from minillm.kernels.attention.plan import most_parts
 from minillm.kernels.compat import INTERPRETED, dot, num_multiprocessors, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
-from minillm.kernels.linear.low_bit.few_tokens import SPAN, FixedScale, HalfActivations, by_eights, empty_eights
+from minillm.kernels.linear.low_bit.few_tokens import SPAN, FixedScale, Float16Activations, by_eights, empty_eights
 
 
 @triton.jit
@@ -215,8 +215,8 @@ def _merge_splits_kernel(
     """Merge the partial results of one head of a sequence, weighted by their share of the softmax.
 
     Grid: (sequences, heads). If ``growth_ptr`` is given, the output becomes the input of a low-bit matmul. It is then
-    multiplied by the growth (see `FixedScale`), and stored in the order of `HalfActivations.x`, by eights of tokens. In
-    that order, a token has ``num_turns`` runs of 128 columns.
+    multiplied by the growth (see `FixedScale`), and stored in the order of `Float16Activations.x`, by eights of tokens.
+    In that order, a token has ``num_turns`` runs of 128 columns.
     """
     wait_for_inputs(PDL)
     seq = tl.program_id(0).to(tl.int64)
@@ -285,7 +285,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
     return out
 
 
-def attended_halves(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScale) -> HalfActivations | None:
+def attention_to_float16(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScale) -> Float16Activations | None:
     """Compute `paged_attention`, and store the result in float16 with the fixed scale ``by``.
 
     The result is in the layout in which a low-bit matmul reads its input ``[sequences, heads * head_dim]``.
@@ -299,9 +299,9 @@ def attended_halves(q: Tensor, pages: Pages, softmax_scale: float, by: FixedScal
     num_splits = _num_splits(q, pages)
     if num_splits == 1 or num_heads * head_dim % SPAN:
         return None
-    half = empty_eights(q, num_heads * head_dim)
-    _merge(_attend_parts(q, pages, softmax_scale, num_splits), pages, half, by.growth)
-    return HalfActivations(half, by.scales[:num_seqs])
+    out = empty_eights(q, num_heads * head_dim)
+    _merge(_attend_parts(q, pages, softmax_scale, num_splits), pages, out, by.growth)
+    return Float16Activations(out, by.scales[:num_seqs])
 
 
 def _num_splits(q: Tensor, pages: Pages) -> int:
@@ -362,7 +362,7 @@ def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Ten
 
 
 def _merge(parts: _Parts, pages: Pages, out: Tensor, growth: Tensor | None) -> None:
-    """Write merged results to ``out``: in the queries' shape, or, with ``growth``, as `HalfActivations.x`."""
+    """Write merged results to ``out``: in the queries' shape, or, with ``growth``, as `Float16Activations.x`."""
     num_seqs, num_splits, num_heads, head_dim = parts.numbers.shape
     _merge_splits_kernel[(num_seqs, num_heads)](
         out, growth, parts.numbers, parts.lse, pages.lens, out.shape[1], num_heads, num_splits,

@@ -248,7 +248,7 @@ def _faster(rows: list[FitRow]) -> list[FitRow]:
     if best is None or best >= READING_SPEED:
         return []
     fast = [row for row in rows if row.model.options and (row.tokens_per_second or 0) >= READING_SPEED]
-    return sorted(fast, key=lambda row: (row.fit.roomy, row.model.size), reverse=True)[:1]
+    return sorted(fast, key=lambda row: (row.fit.fits_conversation, row.model.size), reverse=True)[:1]
 
 
 def _advice(rows: list[FitRow], machine: Machine, name: str) -> str:

@@ -79,7 +79,7 @@ class Scheduler:
                     behind.append(chunk)
                 elif not (preempted and group in preempted):
                     table = chunk.sequence.table
-                    if (table is not None and table.append_in_place()) or self._make_room(chunk, schedule):
+                    if (table is not None and table.append_in_place()) or self._allocate_slots(chunk, schedule):
                         decodes.append(chunk)
         return behind
 
@@ -98,7 +98,7 @@ class Scheduler:
         """Schedule as many tokens of ``chunks`` as the budget allows. Return the budget that is left."""
         for chunk in chunks:
             chunk.count = min(chunk.count, budget)
-            if chunk.count > 0 and chunk.group not in schedule.preempted and self._make_room(chunk, schedule):
+            if chunk.count > 0 and chunk.group not in schedule.preempted and self._allocate_slots(chunk, schedule):
                 schedule.prefills.append(chunk)
                 budget -= chunk.count
         return budget
@@ -179,7 +179,7 @@ class Scheduler:
         self.running = [group for group in self.running if group not in gone]
         self.waiting = deque(group for group in self.waiting if group not in gone)
 
-    def _make_room(self, chunk: Chunk, schedule: Schedule) -> bool:
+    def _allocate_slots(self, chunk: Chunk, schedule: Schedule) -> bool:
         """Allocate slots for a chunk, evicting idle sequences and preempting the newest groups if necessary.
 
         Return False if the chunk's own group was preempted.

@@ -27,7 +27,7 @@ GRAPH_BYTES = 512 << 20  # CUDA graphs, cuBLAS's workspace, and allocator overhe
 GPU_PROCESS_BYTES, CPU_PROCESS_BYTES = 512 << 20, 384 << 20
 _PACKING = ("x86_64", "AMD64")  # processors on which `kernels.cpu.packed_linear` keeps matrices in float16
 _CPU_BYTES = 64 << 20  # allocator overhead
-LEAST_TOKENS, ROOMY_TOKENS = 512, 4096  # context lengths: the minimum, and enough for a conversation
+LEAST_TOKENS, CONVERSATION_TOKENS = 512, 4096  # context lengths: the minimum, and enough for a conversation
 
 # A step reads weights and KV cache at this share of the measured bandwidth. (Measured: 0.88 to 1.0 of a GPU's copy
 # bandwidth with 16-bit weights, 0.8 of a CPU's read bandwidth.) A GPU also needs a fixed time per layer. With
@@ -48,7 +48,7 @@ class Fit:
     needed: int  # bytes in all, with the shortest useful context
     context: int  # tokens of context that fit, up to the model's limit; 0 if the model does not fit
     fits: bool
-    roomy: bool  # the context is long enough for a conversation, or reaches the model's limit
+    fits_conversation: bool  # the context is long enough for a conversation, or reaches the model's limit
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Budget:
             return self.on_gpu and self.config.weights == "both" and weights.copied > 0
         memory = weights.memory + weights.copied + self.draft_bytes
         pool = (self.config.num_blocks or 0) * self.config.block_size
-        tokens = max(min(self.config.max_model_len or ROOMY_TOKENS, shape.context), pool)
+        tokens = max(min(self.config.max_model_len or CONVERSATION_TOKENS, shape.context), pool)
         left = self.available - memory
         steps = self.step_bytes(shape, self.step_tokens(shape, left), left)
         needed = memory + steps + tokens * (self.kv_bytes_per_token(shape) + self.draft_bytes_per_token)
@@ -169,7 +169,7 @@ class Budget:
         steps = self.step_bytes(shape, self.step_tokens(shape, left), left)
         per_token = self.kv_bytes_per_token(shape) + self.draft_bytes_per_token
         least = min(self.config.max_model_len or LEAST_TOKENS, shape.context)
-        wanted = min(self.config.max_model_len or ROOMY_TOKENS, shape.context)
+        wanted = min(self.config.max_model_len or CONVERSATION_TOKENS, shape.context)
         needed = memory + max(weights.loading, steps + least * per_token)
         pool_bytes = left - steps
         if not self.on_gpu:
@@ -181,8 +181,8 @@ class Budget:
         tokens = max(0, pool_bytes) // (per_token * block) * block
         context = min(tokens, shape.context)
         fits = needed <= self.available and context >= least and (self.config.max_model_len or 0) <= shape.context
-        is_roomy = fits and context >= wanted
-        return Fit(weights, copied, steps, least * per_token, needed, context if fits else 0, fits, is_roomy)
+        fits_conversation = fits and context >= wanted
+        return Fit(weights, copied, steps, least * per_token, needed, context if fits else 0, fits, fits_conversation)
 
     def longest_context(self, shape: Shape, left: int) -> int:
         """Return the maximum length of a sequence in tokens, rounded up to whole blocks.
@@ -219,7 +219,7 @@ class Budget:
         The estimate assumes that a token reads all weights and, on average, half of the context. ``bandwidth`` is in
         bytes per second.
         """
-        read = fit.weights.read + self.kv_bytes_per_token(shape) * min(fit.context, ROOMY_TOKENS) // 2
+        read = fit.weights.read + self.kv_bytes_per_token(shape) * min(fit.context, CONVERSATION_TOKENS) // 2
         return 1 / (read / (EFFICIENCY * bandwidth) + self.on_gpu * shape.layers * _GPU_SECONDS_PER_LAYER)
 
     def where(self) -> str:

@@ -169,7 +169,7 @@ def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = No
     def goodness(each: tuple[Sized, Fit]) -> tuple[int, float, int]:
         model, fit = each
         speed = READING_SPEED if bandwidth is None else budget.tokens_per_second(fit, model.shape, bandwidth)
-        if not fit.roomy:
+        if not fit.fits_conversation:
             return 0, fit.context, 0
         return (2, model.size, fit.weights.memory) if speed >= READING_SPEED else (1, speed, 0)
 

@@ -17,10 +17,10 @@ _WIDENED_BITS = 8.5  # per weight: GGUF types without kernels become int8 in gro
 _IQ4_XS_BITS = 4.3125  # per weight: the scales take 8 bits in memory, 6 in the file
 QUANTIZED = ("int8", "int4", "fp8")  # values of --quantize
 _BITS = {"int8": 9.0, "int4": 5.0}  # bits per weight by --quantize; FP8 has 8 per weight and 32 per row
-_FLOATS, _HALVES = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
+_FLOATS, _16_BIT_KINDS = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
 _LEAST_BLOCKED = 1 << 18  # minimum number of weights of a float32 matrix that `kernels.cpu.linear` packs
 # FBGEMM pads a matrix to multiples of (rows, columns). The third constant is the bytes of a row's scales and sums.
-_BLOCK_OF_HALVES, _BLOCK_OF_LEVELS, _LEVEL_BYTES_OF_A_ROW = (16, 512), (32, 256), 32
+_16_BIT_BLOCK, _BLOCK_OF_LEVELS, _LEVEL_BYTES_OF_A_ROW = (16, 512), (32, 256), 32
 _FIRST_ROWS = 64  # rows of the first matmul, in `minillm.model.settle`
 _TYPICAL = ("Q4_K", "Q6_K", "Q8_0")  # the types assumed if only a model's size is known
 PACKED = "model.layers.packed"  # all matrices of a low-bit model if only its size is known
@@ -91,10 +91,10 @@ def weights_in_memory(
             loading = max(loading, part * _while_packed(tensor))
             continue
         used = part * _stored_bytes(tensor, layout)
-        memory += part * _padded_halves(tensor) if _is_packed(tensor, layout) and _is_matrix(tensor) else used
+        memory += part * _padded_bytes(tensor) if _is_packed(tensor, layout) and _is_matrix(tensor) else used
         if tensor.name in _EMBEDDINGS and tied and _is_packed(tensor, layout):
             used = part * _packed(tensor)  # the head is a second copy, in the layout for matmuls
-            memory += part * _padded_halves(tensor)
+            memory += part * _padded_bytes(tensor)
         if tensor.name not in _EMBEDDINGS or tied:
             read += used
             copied += part * _low_bit_count(tensor, layout) * layout.element_size
@@ -231,18 +231,20 @@ def _is_packed(tensor: StoredTensor, layout: Layout) -> bool:
     if not layout.packs or len(tensor.shape) != 2:
         return False
     becomes_numbers = (tensor.is_in_blocks or tensor.kind in FP8) and not layout.keeps_low_bit
-    return tensor.kind in _HALVES or ((tensor.kind in _FLOATS or becomes_numbers) and tensor.count >= _LEAST_BLOCKED)
+    if tensor.kind in _16_BIT_KINDS:
+        return True
+    return (tensor.kind in _FLOATS or becomes_numbers) and tensor.count >= _LEAST_BLOCKED
 
 
 def _packed(tensor: StoredTensor) -> int:
-    return tensor.count * (2 if tensor.kind in _HALVES else 4)
+    return tensor.count * (2 if tensor.kind in _16_BIT_KINDS else 4)
 
 
-def _padded_halves(tensor: StoredTensor) -> int:
+def _padded_bytes(tensor: StoredTensor) -> int:
     """Return the bytes of a packed matrix. If it is stored in 16 bits, it is padded to whole FBGEMM blocks."""
-    if tensor.kind not in _HALVES:
+    if tensor.kind not in _16_BIT_KINDS:
         return _packed(tensor)
-    return 2 * _in_blocks(tensor.shape[0], tensor.shape[1], _BLOCK_OF_HALVES)
+    return 2 * _in_blocks(tensor.shape[0], tensor.shape[1], _16_BIT_BLOCK)
 
 
 def expected_tensors(shape: Shape, size: int) -> tuple[StoredTensor, ...]:

@@ -109,8 +109,8 @@ class Engines(ABC):
         self._waiting.extend(rows)
         while self._waiting or any(self._given):
             for number, facts in self.facts.items():
-                room = facts.max_num_seqs - len(self._given[number])
-                count = min(room, -(-len(self._waiting) // self.count))
+                num_free = facts.max_num_seqs - len(self._given[number])
+                count = min(num_free, -(-len(self._waiting) // self.count))
                 if some := [self._waiting.popleft() for _ in range(count)]:
                     self._given[number] |= {row.index: row for row in some}
                     self.send(number, some)

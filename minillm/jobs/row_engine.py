@@ -40,7 +40,7 @@ class RowEngine:
         If a row fails, its answer contains the error. An exception means that the engine itself failed.
         """
         left = iter(rows)
-        return self._work(lambda room: self._requests(list(islice(left, room))))
+        return self._work(lambda max_rows: self._requests(list(islice(left, max_rows))))
 
     def submit(self, row: InputRow) -> None:
         """Queue a row for `work`. Any thread may call this."""
@@ -59,9 +59,9 @@ class RowEngine:
         self._num_running += len(rows)
         return [(row, partial(self._style.request, row, self.llm)) for row in rows]
 
-    def _take(self, room: int) -> _Requests | None:
+    def _take(self, max_rows: int) -> _Requests | None:
         rows: list[InputRow] = []
-        while len(rows) < room:
+        while len(rows) < max_rows:
             try:
                 rows.append(self._rows.get(block=not rows and not self._num_running))
             except queue.Empty:

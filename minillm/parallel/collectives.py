@@ -154,7 +154,7 @@ def _driver() -> Any:
     return driver
 
 
-def _call(function: str, *arguments: Any) -> None:
+def _call_driver(function: str, *arguments: Any) -> None:
     status = getattr(_driver(), function)(*arguments)
     if status:
         raise PeerMemoryError(f"{function} gives CUDA error {status}")
@@ -163,8 +163,8 @@ def _call(function: str, *arguments: Any) -> None:
 def export_memory(tensor: Tensor) -> bytes:
     """Return a handle with which other processes on this host can open ``tensor``. Keep ``tensor`` while they do."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-    _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), tensor.data_ptr())
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+    _call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), tensor.data_ptr())
+    _call_driver("cuIpcGetMemHandle", ctypes.byref(handle), base)
     offset = tensor.data_ptr() - (base.value or 0)
     return offset.to_bytes(8, "little") + bytes(handle.bytes)
 
@@ -178,7 +178,7 @@ class PeerMemory:
 
     def __init__(self, exported: bytes) -> None:
         base, handle = ctypes.c_uint64(), _Handle.from_buffer_copy(exported[8:])
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, _LAZY_ENABLE_PEER_ACCESS)
+        _call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(base), handle, _LAZY_ENABLE_PEER_ACCESS)
         self._base = base.value or 0
         self.address = self._base + int.from_bytes(exported[:8], "little")
 

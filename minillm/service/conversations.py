@@ -100,12 +100,12 @@ class Conversations:
             continue_final_message=command.continues,
             thinks=command.thinks,
         )
-        if len(token_ids) + command.room > engine.max_model_len:
+        if len(token_ids) + command.min_context_left > engine.max_model_len:
             self.send(messages.ContextFull(command.request_id, len(token_ids), engine.max_model_len))
             return
         self._files.begin(command.conversation, token_ids)
         fitting = partial(engine.scheduler.idle.tokens_that_fit, len(token_ids), params.num_sequences)
-        if fitting() < command.room:
+        if fitting() < command.min_context_left:
             self._files.release(command.conversation)
         params = replace(params, max_tokens=max(1, min(params.max_tokens, fitting())))  # shortened, not rejected
         if depths and params.max_tokens <= (params.max_reasoning_tokens or 0):

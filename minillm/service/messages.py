@@ -69,7 +69,7 @@ class Generate(Command):
     params: dict[str, Any] = {}  # fields of BeamSearchParams if it has "beam_width", else of SamplingParams
     continues: bool = False  # the last message is the beginning of an answer, which the model continues
     thinks: bool | None = None  # think before the answer, if the template has this switch; None: the template's default
-    room: int = 1  # minimum tokens of context for the answer; if fewer are left, the engine sends `ContextFull`
+    min_context_left: int = 1  # if fewer tokens of context are left for the answer, the engine sends `ContextFull`
     num_pinned: int = 0  # number of first messages to pin, until a prompt of the conversation begins otherwise
     owner: str = ""  # name of the conversation's blocks on disk, for `Erase`; empty: keep none on disk
 

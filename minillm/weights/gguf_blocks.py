@@ -16,7 +16,7 @@ from minillm.kernels.linear.low_bit.layouts import AT_ONCE_ON_CPU, GROUP, SUPER,
 _AT_ONCE = 1 << 24  # weights converted at a time on a GPU, so that temporaries stay small next to the model
 
 
-def _halves(raw: Tensor, at: int, count: int = 1) -> Tensor:
+def _float16_values(raw: Tensor, at: int, count: int = 1) -> Tensor:
     """Return ``count`` float16 numbers of each block, the first at byte ``at``: ``[out, blocks, count]``."""
     return raw[..., at : at + 2 * count].contiguous().view(torch.float16)
 
@@ -39,23 +39,23 @@ Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 def _q4_0(raw: Tensor) -> Parts:
-    return _nibbles(raw[..., 2:]), _halves(raw, 0), None
+    return _nibbles(raw[..., 2:]), _float16_values(raw, 0), None
 
 
 def _q4_1(raw: Tensor) -> Parts:
-    return _nibbles(raw[..., 4:]), _halves(raw, 0, 2), None
+    return _nibbles(raw[..., 4:]), _float16_values(raw, 0, 2), None
 
 
 def _q5_0(raw: Tensor) -> Parts:
-    return _nibbles(raw[..., 6:]) | _bits(raw[..., 2:6]) << 4, _halves(raw, 0), None
+    return _nibbles(raw[..., 6:]) | _bits(raw[..., 2:6]) << 4, _float16_values(raw, 0), None
 
 
 def _q5_1(raw: Tensor) -> Parts:
-    return _nibbles(raw[..., 8:]) | _bits(raw[..., 4:8]) << 4, _halves(raw, 0, 2), None
+    return _nibbles(raw[..., 8:]) | _bits(raw[..., 4:8]) << 4, _float16_values(raw, 0, 2), None
 
 
 def _q8_0(raw: Tensor) -> Parts:
-    return raw[..., 2:].contiguous().view(torch.int8), _halves(raw, 0), None
+    return raw[..., 2:].contiguous().view(torch.int8), _float16_values(raw, 0), None
 
 
 def _super_scales(raw: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def _super_scales(raw: Tensor) -> Tensor:
     first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat((first & 63, third & 15 | (first >> 6) << 4), -1)
     mins = torch.cat((second & 63, third >> 4 | (second >> 6) << 4), -1)
-    units = _halves(raw, 0, 2)
+    units = _float16_values(raw, 0, 2)
     return pack_super(scales, mins, units[..., 0], units[..., 1])
 
 
@@ -98,7 +98,7 @@ def _q6_k(raw: Tensor) -> Parts:
     high = raw[..., 128:192].unflatten(-1, (2, 1, 1, GROUP))
     shifts = torch.tensor([[0, 2], [4, 6]], dtype=torch.uint8, device=raw.device)[..., None]
     levels = low | ((high >> shifts) & 3) << 4
-    return levels.flatten(-4), raw[..., 192:208].contiguous().view(torch.int8), _halves(raw, 208)
+    return levels.flatten(-4), raw[..., 192:208].contiguous().view(torch.int8), _float16_values(raw, 208)
 
 
 def _iq4_xs(raw: Tensor) -> Parts:
@@ -106,7 +106,7 @@ def _iq4_xs(raw: Tensor) -> Parts:
     high = (raw[..., 2:3].int() | raw[..., 3:4].int() << 8) >> 2 * group
     low = raw[..., 4:8].int().repeat_interleave(2, -1) >> 4 * (group % 2)
     scales = ((low & 15) | (high & 3) << 4) - 32
-    return _nibbles(raw[..., 8:].unflatten(-1, (8, 16))).flatten(-2), scales.to(torch.int8), _halves(raw, 0)
+    return _nibbles(raw[..., 8:].unflatten(-1, (8, 16))).flatten(-2), scales.to(torch.int8), _float16_values(raw, 0)
 
 
 _TYPES: dict[Type, tuple[Layout, Callable[[Tensor], Parts]]] = {

@@ -62,11 +62,11 @@ class Levels:
         group split by ``columns``, or a scale that is not exact in float16.
         """
         width, count = self.levels.shape[1], self.scales.shape[1]
-        size, halves = width // count, self.scales.half()
+        size, scales = width // count, self.scales.half()
         unit = GROUP if count == 1 else size  # a row with a single scale can be split anywhere
         if width % GROUP or unit % GROUP or columns.start % unit or columns.stop % unit:
             return None
-        if not torch.equal(halves.float(), self.scales.float()):
+        if not torch.equal(scales.float(), self.scales.float()):
             return None
         shift, order = 128 if bits == 8 else 0, None
         taken = slice(columns.start // size, max(1, columns.stop // size))
@@ -77,7 +77,7 @@ class Levels:
             order = self.groups.argsort(stable=True)
             levels = levels[:, order]
         words, high = pack_levels(levels, bits)
-        factors = torch.stack((halves, (self.zeros - shift).half()), -1)[rows, taken].contiguous()
+        factors = torch.stack((scales, (self.zeros - shift).half()), -1)[rows, taken].contiguous()
         return LowBit(
             Layout(bits, "zeros", group=0 if count == 1 else size),
             (levels.shape[0], levels.shape[1]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import minillm
-from lib.floors import FLOORS
+from lib.layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "kernels", "minillm", "ui", "tests", "examples")
@@ -53,7 +53,7 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 def test_the_order_of_the_packages_is_the_tested_one() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert f"```text\n{FLOORS.strip()}\n```" in page
+    assert f"```text\n{LAYERS.strip()}\n```" in page
 
 
 def test_the_changelog_begins_with_this_version() -> None:

@@ -108,7 +108,7 @@ def test_forks_of_a_request_that_is_just_being_swapped_out(
         running.add_request("0", prompt, replace(params, reasoning_depths=depths))
         outputs = []
         for number in range(200):
-            if number == step:  # what `Scheduler._make_room` does when blocks run out
+            if number == step:  # what `Scheduler._allocate_slots` does when blocks run out
                 scheduler = running.scheduler
 
                 def preempting(scheduler: Scheduler = scheduler) -> Schedule:

@@ -79,11 +79,11 @@ def test_greedy_tokens_are_those_of_transformers(theirs: Any, model: Llama) -> N
 @pytest.mark.parametrize("block_size", [1, 4, 256])
 def test_batch_chunks_and_preemption_change_nothing(model: Llama, params: SamplingParams, block_size: int) -> None:
     requests = [(prompt, params) for prompt in prompts(8)]
-    roomy: dict[str, Any] = {"num_blocks": -(-2048 // block_size), "block_size": block_size}
-    alone = [run(engine_for(model, **roomy), [request])[0] for request in requests]
-    together = run(engine_for(model, **roomy, max_num_batched_tokens=512), requests)
+    ample: dict[str, Any] = {"num_blocks": -(-2048 // block_size), "block_size": block_size}
+    alone = [run(engine_for(model, **ample), [request])[0] for request in requests]
+    together = run(engine_for(model, **ample, max_num_batched_tokens=512), requests)
     assert tokens(together) == tokens(alone)
-    chunked = run(engine_for(model, **roomy, max_num_batched_tokens=7, max_num_seqs=7), requests)
+    chunked = run(engine_for(model, **ample, max_num_batched_tokens=7, max_num_seqs=7), requests)
     assert tokens(chunked) == tokens(alone)
     longest = 40 + 3 * 20 if params.n > 1 else 60
     tight = engine_for(model, num_blocks=-(-longest // block_size) + 3 * params.n, block_size=block_size)

@@ -65,12 +65,12 @@ def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 )
 def test_load_changes_no_token(model: Llama, params: Any, block_size: int, on_device: bool) -> None:
     requests = [(prompt, params) for prompt in prompts(6)]
-    roomy: dict[str, Any] = {"num_blocks": -(-2048 // block_size), "block_size": block_size, "on_device": on_device}
-    alone = [tokens(run(poisoned(model, **roomy, prefix_caching=False), [request]))[0] for request in requests]
-    assert tokens(run(poisoned(model, **roomy, max_num_batched_tokens=512), requests)) == alone
-    assert tokens(run(poisoned(model, **roomy, max_num_batched_tokens=9, max_num_seqs=9), requests)) == alone
+    ample: dict[str, Any] = {"num_blocks": -(-2048 // block_size), "block_size": block_size, "on_device": on_device}
+    alone = [tokens(run(poisoned(model, **ample, prefix_caching=False), [request]))[0] for request in requests]
+    assert tokens(run(poisoned(model, **ample, max_num_batched_tokens=512), requests)) == alone
+    assert tokens(run(poisoned(model, **ample, max_num_batched_tokens=9, max_num_seqs=9), requests)) == alone
     longest = 53 + 4 * 20
-    tight = {**roomy, "num_blocks": -(-longest // block_size) + 8, "admission": "optimistic"}
+    tight = {**ample, "num_blocks": -(-longest // block_size) + 8, "admission": "optimistic"}
     for host_blocks in (0, 4 * tight["num_blocks"]):
         engine = poisoned(model, **tight, host_blocks=host_blocks)
         assert tokens(run(engine, requests)) == alone

@@ -59,7 +59,7 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("models", "num_blocks", "host_blocks"),
-    [("int8", 64, 0), ("int8", 9, 0), ("int4", 9, 16)], indirect=["models"], ids=["roomy", "recompute", "swap"],
+    [("int8", 64, 0), ("int8", 9, 0), ("int4", 9, 16)], indirect=["models"], ids=["ample", "recompute", "swap"],
 )  # fmt: skip
 def test_all_kinds_of_requests(models: tuple[Llama, Llama], num_blocks: int, host_blocks: int) -> None:
     low_bit, unpacked = models

@@ -37,12 +37,12 @@ def cpu(gib: float, **options: Any) -> Budget:
 
 
 @pytest.mark.parametrize(
-    ("weights", "gib", "fits", "roomy"),
+    ("weights", "gib", "fits", "fits_conversation"),
     [(Q4, 6, False, False), (Q4, 8, True, True), (FULL, 16, False, False), (FULL, 24, True, True)],
 )
-def test_an_8b_fits_where_one_expects_it(weights: Weights, gib: float, fits: bool, roomy: bool) -> None:
+def test_an_8b_fits_where_one_expects_it(weights: Weights, gib: float, fits: bool, fits_conversation: bool) -> None:
     found = gpu(gib).fit(weights, LLAMA_8B)
-    assert (found.fits, found.roomy) == (fits, roomy)
+    assert (found.fits, found.fits_conversation) == (fits, fits_conversation)
     assert (found.context > 0) == fits
 
 
@@ -264,7 +264,7 @@ def test_a_cpu_that_is_asked_for_few_bits_counts_them(monkeypatch: pytest.Monkey
     found = weights_in_memory([in_4, in_6, plain, table], layout)
     assert found.read == round(96 * 960 * (5 / 8 + 13 / 12 + 2) + 512 * 960 * 13 / 12)
     padded = (1280 + 32) / 960
-    in_halves = 96 * 1024 * 2
-    assert found.memory == round(96 * 960 * (5 / 8 + padded) + in_halves + 512 * 960 * (padded + 8.5 / 8))
+    in_float16 = 96 * 1024 * 2
+    assert found.memory == round(96 * 960 * (5 / 8 + padded) + in_float16 + 512 * 960 * (padded + 8.5 / 8))
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert cpu(8, weights="stored").layout().storage == "expanded"

@@ -11,7 +11,7 @@ from lib.kernels import DEVICE
 from minillm.kernels.linear.low_bit.layouts import Layout, LowBit, pack_levels, pack_super
 
 if TYPE_CHECKING:
-    from minillm.kernels.linear.low_bit.few_tokens import HalfActivations
+    from minillm.kernels.linear.low_bit.few_tokens import Float16Activations
 
 LAYOUTS = {
     "q4_0": Layout(4, "plain", zero=8),
@@ -57,9 +57,9 @@ def some(layout: Layout, out: int, width: int, seed: int = 0) -> LowBit:
     return LowBit(layout, (out, width), *planes)  # type: ignore[arg-type]
 
 
-def columns(halves: HalfActivations) -> Tensor:
+def columns(activations: Float16Activations) -> Tensor:
     """Return the numbers ``[tokens, turns * 128]`` that the next matmul reads."""
-    eights, turns = halves.x.shape[:2]
-    x = halves.x.permute(0, 3, 1, 4, 2, 5).reshape(eights * 8, turns * 128)
-    tokens = halves.scales.shape[0]
-    return x[:tokens].double() * (halves.scales.double() * 64)[:, None]
+    eights, turns = activations.x.shape[:2]
+    x = activations.x.permute(0, 3, 1, 4, 2, 5).reshape(eights * 8, turns * 128)
+    tokens = activations.scales.shape[0]
+    return x[:tokens].double() * (activations.scales.double() * 64)[:, None]

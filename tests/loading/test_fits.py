@@ -274,7 +274,7 @@ def test_a_conversation_goes_before_bits(fetched: list[str]) -> None:
     for step in range(60):
         gib = 8 + step / 20
         forms = {model.name: model.fit(gpu(gib)()) for model in fits.sized_forms(entry)}
-        if forms["llama-3.1-8b:q6_k"].fits and not forms["llama-3.1-8b:q6_k"].roomy:
+        if forms["llama-3.1-8b:q6_k"].fits and not forms["llama-3.1-8b:q6_k"].fits_conversation:
             assert choose_form("llama-3.1-8b", gpu(gib)) == "llama-3.1-8b:q4_k_m"
             return
     raise AssertionError("no such size")

@@ -98,8 +98,8 @@ def test_running_ahead_changes_no_token(model: Llama, seed: int) -> None:
     rng = random.Random(seed)
     requests = everything(rng, 25)
     expected = run(engine_for(model, num_blocks=400, on_device=False), requests)
-    roomy = engine_for(model, num_blocks=400, on_device=True)
-    outputs = run(roomy, requests)
+    ample = engine_for(model, num_blocks=400, on_device=True)
+    outputs = run(ample, requests)
     for ours_, theirs, (_, params) in zip(told(outputs), told(expected), requests, strict=True):
         if getattr(params, "logprobs", None):  # floats of other batches
             ours_, theirs = ([c[:3] for c in each] for each in (ours_, theirs))

@@ -89,15 +89,15 @@ def test_computed_tokens_are_shared_within_a_salt_alone(engine: Engine) -> None:
     assert cached == [False, False, True, False, True]
 
 
-def test_a_file_stays_pinned_as_long_as_the_answer_has_its_room(engine: Engine) -> None:
+def test_a_file_stays_pinned_as_long_as_the_answer_has_its_context(engine: Engine) -> None:
     client = Client(engine)
     client.do(Generate("a", "c", FILE, PARAMS, num_pinned=1))
     assert client.has_file
     client.do(Generate("b", "c", FILE, {**PARAMS, "max_tokens": 10_000}, num_pinned=1))
     longest = client.last(Finished)
     assert isinstance(longest, Finished)
-    for room, stays in ((longest.num_output_tokens, True), (longest.num_output_tokens + 1, False)):
-        client.conversations.handle(Generate(f"c{room}", "c", FILE, PARAMS, room=room))
+    for left, stays in ((longest.num_output_tokens, True), (longest.num_output_tokens + 1, False)):
+        client.conversations.handle(Generate(f"c{left}", "c", FILE, PARAMS, min_context_left=left))
         assert client.has_file == stays
         client.do()
     client.close()

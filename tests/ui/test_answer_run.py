@@ -82,7 +82,7 @@ async def test_an_answer_from_the_question_to_its_end() -> None:
     assert isinstance(generate, Generate)
     assert [message["content"] for message in generate.messages] == ["be brief", "one", "about one", "two"]
     assert (generate.request_id, generate.conversation) == (case.name, case.conversation.conversation_id)
-    assert (generate.params["temperature"], generate.room, generate.continues) == (0.5, 256, False)
+    assert (generate.params["temperature"], generate.min_context_left, generate.continues) == (0.5, 256, False)
     ending = await case.take(
         Started(case.name, 9, 4, 0.1), TextDelta(case.name, 0, "so ", 1), TextDelta(case.name, 0, "it is", 2),
         Finished(case.name, 0, "length", 3, 7.5, 12),
@@ -116,11 +116,11 @@ async def test_tokens_that_were_guessed_are_told_at_its_end() -> None:
     assert "30 tokens · 7.5 tok/s · 12 drafted · first token" in summary(case.answer)
 
 
-@pytest.mark.parametrize(("longest", "max_tokens", "room"), [(10_000, 1000, 256), (800, 1000, 100), (10_000, 3, 3)])
-async def test_the_room_that_an_answer_needs(longest: int, max_tokens: int, room: int) -> None:
+@pytest.mark.parametrize(("longest", "max_tokens", "left"), [(10_000, 1000, 256), (800, 1000, 100), (10_000, 3, 3)])
+async def test_the_context_that_an_answer_needs(longest: int, max_tokens: int, left: int) -> None:
     case = Case("one", max_model_len=longest, max_tokens=max_tokens)
     case.run.ask()
-    assert case.asked[0].room == room
+    assert case.asked[0].min_context_left == left
 
 
 async def test_a_long_prompt_says_how_far_it_is() -> None:
@@ -161,7 +161,7 @@ async def test_the_oldest_turns_go_until_the_question_fits() -> None:
     assert await case.take(full) is None
     assert [message["content"] for message in case.asked[-1].messages] == ["be brief", "three"], "half at once"
     assert await case.take(full) is None
-    assert [generate.room for generate in case.asked] == [256, 256, 1], "at last with any room at all"
+    assert [generate.min_context_left for generate in case.asked] == [256, 256, 1]
     await case.take(Started(case.name, 900, 0, 0.1))
     assert ["oldest 2 turns" in note for note in case.paper.notes] == [True]
     ending = await case.take(ContextFull(case.name, 1200, 1000))

@@ -303,7 +303,7 @@ async def test_reasoning_is_folded() -> None:
         assert turn.answer.text == "<think>let me see</think>\n\nfour"
         assert "four" in seen(pilot)
         assert "let me see" not in seen(pilot)
-        assert "reasoning · about 3 words" in seen(pilot)
+        await until(pilot, lambda: "reasoning · about 3 words" in seen(pilot))
         screen(pilot).query_one(Collapsible).collapsed = False
         await until(pilot, lambda: "let me see" in seen(pilot))
 

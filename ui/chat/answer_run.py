@@ -15,7 +15,7 @@ from minillm.ui.numbers import count, plural
 from minillm.ui.settings import Settings
 
 _LEAST_TIMED = 0.3  # a rate is shown after this many seconds of generation
-_ROOM = 256  # if the context has fewer tokens left for an answer, the oldest turns are dropped
+_MIN_CONTEXT_LEFT = 256  # if the context has fewer tokens left for an answer, the oldest turns are dropped
 
 
 class Ending(NamedTuple):
@@ -63,14 +63,15 @@ class AnswerRun:
         shown = self.transcript.view_of(self.turn)
         return None if shown is None else shown.answer_view
 
-    def ask(self, room: int = _ROOM) -> None:
+    def ask(self, min_context_left: int = _MIN_CONTEXT_LEFT) -> None:
         """Request an answer to the conversation.
 
-        ``room``: the minimum number of tokens that the context must have left for the answer.
+        ``min_context_left``: the minimum number of tokens that the context must have left for the answer.
         """
-        longest = int(self.settings.sampling.get("max_tokens", room))
-        room = max(1, min(room, self.max_model_len // 8, longest))
-        self._generate(self.conversation.messages(self.settings.system), self.settings.request_params(), room=room)
+        longest = int(self.settings.sampling.get("max_tokens", min_context_left))
+        min_context_left = max(1, min(min_context_left, self.max_model_len // 8, longest))
+        history, params = self.conversation.messages(self.settings.system), self.settings.request_params()
+        self._generate(history, params, min_context_left=min_context_left)
 
     def go_on(self) -> None:
         """Request a continuation of an answer that had ended."""
@@ -115,7 +116,7 @@ class AnswerRun:
             case messages.RequestFailed(_, error):
                 return Ending("lost", error)
             case messages.ContextFull():
-                return self._make_room(event)
+                return self._ask_without_oldest(event)
         return None
 
     def _read(self, event: messages.Reading) -> None:
@@ -175,7 +176,7 @@ class AnswerRun:
         reasons = [candidate.finish_reason for candidate in answer.candidates]
         return Ending("abort" if "abort" in reasons else "stop") if all(reasons) else None
 
-    def _make_room(self, event: messages.ContextFull) -> Ending | None:
+    def _ask_without_oldest(self, event: messages.ContextFull) -> Ending | None:
         """Ask again without the oldest turns, because the context is full.
 
         Return an ending only if asking again is impossible: the last question alone does not fit, or the answer is a
@@ -186,11 +187,11 @@ class AnswerRun:
         if self.conversation.drop_oldest_half():
             self.ask()
         elif event.num_tokens + 1 < event.max_model_len:
-            self.ask(room=1)
+            self.ask(min_context_left=1)
         else:
             size = f"the prompt with your question has {plural(event.num_tokens, 'token')}"
-            room = f"the context holds {count(event.max_model_len)}"
-            return Ending("lost", f"{size}, but {room}: shorten it, or choose a model with a longer context (F2)")
+            limit = f"the context holds {count(event.max_model_len)}"
+            return Ending("lost", f"{size}, but {limit}: shorten it, or choose a model with a longer context (F2)")
         return None
 
     async def draw(self, lines_ahead: int) -> None:

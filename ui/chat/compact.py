@@ -43,8 +43,8 @@ class Compaction:
         stays = second_half(conversation)
         history = [*conversation.messages(system, before=stays), {"role": "user", "content": _REQUEST}]
         compaction = cls(conversation, stays, conversation.new_request_id(), send)
-        name = conversation.conversation_id
-        send(messages.Generate(compaction.request_id, name, history, dict(_COLDNESS), thinks=False, room=_LONGEST // 4))
+        name, params, left = conversation.conversation_id, dict(_COLDNESS), _LONGEST // 4
+        send(messages.Generate(compaction.request_id, name, history, params, thinks=False, min_context_left=left))
         return compaction
 
     def stop(self) -> None:

@@ -98,7 +98,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         """Measure and estimate all heights again. Call this after a layout if the list's width has changed."""
         if not self._changing.locked():
             self._measure()
-            self._make_room()
+            self._resize_blanks()
             self._settle()
 
     async def replace_items(self, end: int, added: Sequence[Item], *, into_sight: bool) -> None:
@@ -122,7 +122,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
                 elif into_sight:
                     await self._mount(window.ending(heights, screen))
                 else:
-                    self._make_room()
+                    self._resize_blanks()
             if into_sight:
                 self.anchor()
         self.call_after_refresh(self._settle)
@@ -158,9 +158,9 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         if after:
             await self.mount_all(after, before=self._below)
         self.shown = wanted
-        self._make_room()
+        self._resize_blanks()
 
-    def _make_room(self) -> None:
+    def _resize_blanks(self) -> None:
         heights = self._all_heights()
         for blank, height in (
             (self._above, sum(heights[: self.shown.start])),

@@ -150,11 +150,11 @@ class Paragraph(Growing, MarkdownParagraph):
 
         Return the number of reserved lines. If it is 0, the text is not shown.
         """
-        room, ahead = self.styles.min_height, 0
+        reserved, ahead = self.styles.min_height, 0
         # A new paragraph has no width yet. It will be about the width of its container.
         width = next((each.content_size.width for each in self.ancestors_with_self if is_placed(each)), 0)
-        if room is not None and width:
-            ahead = max(0, int(room.value) - self.visual.get_height(cast(RulesMap, self.styles), width))
+        if reserved is not None and width:
+            ahead = max(0, int(reserved.value) - self.visual.get_height(cast(RulesMap, self.styles), width))
         if ahead or self._below:
             self._below = text if ahead else ""
             self.refresh()

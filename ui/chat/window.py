@@ -34,15 +34,15 @@ def around(heights: Sequence[int], first: int, last: int) -> range:
     return range(held[0], held[-1] + 1) if held else range(len(heights), len(heights))
 
 
-def ending(heights: Sequence[int], room: float) -> range:
-    """Return the indices of the last items that together fill ``room`` lines.
+def ending(heights: Sequence[int], num_lines: float) -> range:
+    """Return the indices of the last items that together fill ``num_lines`` lines.
 
     The result contains at least one item if the list has any.
     """
     begin = len(heights)
-    while begin and room > 0:
+    while begin and num_lines > 0:
         begin -= 1
-        room -= heights[begin]
+        num_lines -= heights[begin]
     return range(begin, len(heights))
 
 

@@ -11,7 +11,7 @@ from minillm.ui.numbers import bar, count, plural, sparkline
 
 _SIDE_BY_SIDE = 76  # minimum width in cells for two halves side by side
 _LEAST_DRAWN = 16  # the full height of the chart stands for at least this number of blocks
-_ROOMY_HALF = 42
+_WIDE_HALF = 42
 _LEAST_CHART = 4  # minimum height of the chart in lines
 _CHART = (
     ("used", "o", "own"),
@@ -35,8 +35,8 @@ class MemoryFigures(LineView):
         self._lines: list[Parts] = []
 
     def catch_up(self) -> None:
-        room, pool = self.scrollable_content_region, self.memory.pool
-        self._lines = memory_lines(pool, room.width, room.height) if pool is not None else []
+        region, pool = self.scrollable_content_region, self.memory.pool
+        self._lines = memory_lines(pool, region.width, region.height) if pool is not None else []
         self.set_lines(len(self._lines))
 
     def on_resize(self) -> None:
@@ -60,9 +60,9 @@ def memory_lines(pool: Pool, width: int, height: int) -> list[Parts]:
     else:
         rule: Parts = [("", "label")]
         lines += [*_shares(pool, width), rule, *_savings(pool, width), rule, *_counts(pool, width, spread=True)]
-    room = height - len(lines) - 2
-    if room >= _LEAST_CHART:
-        lines += [[("", "label")], *_chart(pool, width, min(room, 24))]
+    lines_left = height - len(lines) - 2
+    if lines_left >= _LEAST_CHART:
+        lines += [[("", "label")], *_chart(pool, width, min(lines_left, 24))]
     return lines
 
 
@@ -106,8 +106,8 @@ def _shares(pool: Pool, width: int) -> list[Parts]:
     """
     slot_bytes = pool.block_bytes / pool.block_size
     history = list(pool.history) or [pool.figures]
-    room = max(4, width - 28)
-    lines: list[Parts] = [[(f"{'':7} {'over time':<{room}} {'tokens':>10} {'bytes':>8}", "label")]]
+    chart_width = max(4, width - 28)
+    lines: list[Parts] = [[(f"{'':7} {'over time':<{chart_width}} {'tokens':>10} {'bytes':>8}", "label")]]
     rows: list[tuple[str, Callable[[PoolFigures], int]]] = [
         ("used", lambda figures: figures.used_slots),
         ("shared", lambda figures: figures.shared_blocks * pool.block_size),
@@ -115,11 +115,11 @@ def _shares(pool: Pool, width: int) -> list[Parts]:
         ("cached", lambda figures: figures.cached_blocks * pool.block_size),
         ("free", lambda figures: figures.free_blocks * pool.block_size),
     ]
-    values = {name: [slots(figures) for figures in history[-room:]] for name, slots in rows}
+    values = {name: [slots(figures) for figures in history[-chart_width:]] for name, slots in rows}
     most = max(1, *map(max, values.values()))
     for name, slots in rows:
         now = slots(pool.figures)
-        chart = [(f"{name:<7} ", "label"), (sparkline(values[name], room, most), name)]
+        chart = [(f"{name:<7} ", "label"), (sparkline(values[name], chart_width, most), name)]
         lines.append([*chart, (f" {count(now):>10}", "figure"), (f" {size(now * slot_bytes):>8}", "label")])
     return lines
 
@@ -132,17 +132,17 @@ def _savings(pool: Pool, width: int) -> list[Parts]:
     """Return three lines: the memory that the sequences take, and would take without sharing or without paging."""
     slot_bytes = pool.block_bytes / pool.block_size
     on_device = sum(1 for table in pool.tables.values() if table.state != "swapped")
-    without, label = ("without", 15) if width >= _ROOMY_HALF else ("no", 10)
+    without, label = ("without", 15) if width >= _WIDE_HALF else ("no", 10)
     rows = [
         ("in use", pool.used_blocks * pool.block_size, "used"),
         (f"{without} sharing", pool.figures.logical_blocks * pool.block_size, "shared"),
         (f"{without} paging", on_device * pool.max_model_len, "without"),
     ]
     most = max(1, *(slots for _, slots, _ in rows))
-    room = max(2, width - label - 21)
+    bar_width = max(2, width - label - 21)
     lines = []
     for name, slots, part in rows:
-        meter = [(f"{name:<{label}} ", "label"), (bar(slots / most, room), part)]
+        meter = [(f"{name:<{label}} ", "label"), (bar(slots / most, bar_width), part)]
         lines.append([*meter, (f" {count(slots):>10}", "figure"), (f" {size(slots * slot_bytes):>8}", "label")])
     return lines
 

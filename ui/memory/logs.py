@@ -43,7 +43,7 @@ _WORDS = {
 _MOST_LINES = 10_000
 _SPARE = 1_000  # if the log exceeds the limit by this number of lines, all lines above the limit are removed
 _MOST_SPANS = 3
-_ROOMY = 70  # minimum width in cells for the long wording
+_WIDE = 70  # minimum width in cells for the long wording
 _MOST_NAMES = 20_000
 _NEAR = 16  # number of previous events to search for the allocation of draft tokens that are dropped
 STEP_HEADING = "  step prefill decode     ms "
@@ -150,7 +150,7 @@ class EventLog(LineView):
 
     def line(self, row: int, width: int) -> Parts:
         entry = self._entries[row]
-        short = width < _ROOMY
+        short = width < _WIDE
         kind = clean_line((_SHORT_TITLES if short else _TITLES).get(entry.kind, entry.kind), 13)
         return [
             (f"{entry.time:>6.1f} ", "time"),
@@ -230,8 +230,8 @@ class StepList(LineView):
         chunks = f"{count(step.num_prefill_tokens)}" + (f"/{step.num_prefills}" if step.num_prefills > 1 else "")
         marks = (("!", step.num_preempted), ("↓", step.num_swapped_out), ("↑", step.num_swapped_in))
         trouble = "".join(f" {mark}{number}" for mark, number in marks if number)
-        room = max(_LEAST_BAR, min(_LONGEST_BAR, width - len(STEP_HEADING) - len(trouble)))
-        host, device = split_bar(step, room, self._longest())
+        bar_width = max(_LEAST_BAR, min(_LONGEST_BAR, width - len(STEP_HEADING) - len(trouble)))
+        host, device = split_bar(step, bar_width, self._longest())
         return [
             (f"{step.number:>6}", "number"),
             (f"{chunks if step.num_prefills else '':>8}", "prefill"),

@@ -78,8 +78,8 @@ class Looks:
     def follow_host(self) -> None:
         """Update `host`, which maps each used block in host memory to its table."""
         swapped = [table for table in self.pool.tables.values() if table.state == "swapped"]
-        room = range(self.pool.num_host_blocks)
-        self.host = {block: table for table in swapped for block in table.blocks if block in room}
+        host_blocks = range(self.pool.num_host_blocks)
+        self.host = {block: table for table in swapped for block in table.blocks if block in host_blocks}
 
     def follow_sequences(self) -> bytearray:
         """Determine which sequence each block belongs to. Return the result of the previous call, for `changed_hands`.

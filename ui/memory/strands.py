@@ -107,7 +107,7 @@ class Strands(LineView):
         super().reset()
 
     def catch_up(self) -> None:
-        pool, room = self.memory.pool, self.size.height
+        pool, height = self.memory.pool, self.size.height
         self._lines = []
         if pool is not None:
             left = [each for each in pool.left if self._is_new(("left", each.table.seq_id), each.moment, _LEFT)]
@@ -116,14 +116,14 @@ class Strands(LineView):
             self._names = {each.seq_id: self._names.get(each.seq_id) or self.memory.table_name(each) for each in known}
             self._lines += self._lost(self.scrollable_content_region.width)
             tree = tree_lines(block_trees(in_order(pool.tables.values())))
-            self._most = most_that_fit(tree, room - len(self._lines))
+            self._most = most_that_fit(tree, height - len(self._lines))
             self._lines += strand_lines(tree, self._most)
-            self._lines += self._fading(left, max(0, room - len(self._lines)))
+            self._lines += self._fading(left, max(0, height - len(self._lines)))
             if not self._fades and (left or torn):
                 self._fades = True
                 self.set_timer(_FRAME, self._fade)
             if not self._lines:
-                self._lines += _guide(self.scrollable_content_region.width, room)
+                self._lines += _guide(self.scrollable_content_region.width, height)
         self.set_lines(len(self._lines))
         self._follow_branch()
 
@@ -158,18 +158,21 @@ class Strands(LineView):
         without = [self.memory.name(owner or "", index) for index in range(num_beams) if index not in held]
         return lines + [(f"{name}  ended early: holds no blocks", "fact") for name in without]
 
-    def _fading(self, gone: Sequence[Left], room: int) -> list[Fading]:
-        """Return at most ``room`` lines about ended sequences: their names, and the words of some of their blocks."""
-        all_gone = summed(gone, lambda owner: self.memory.scores(owner, 0) is not None)[:room]
-        lines, room = list[Fading](), room - len(all_gone)
+    def _fading(self, gone: Sequence[Left], available_lines: int) -> list[Fading]:
+        """Return at most ``available_lines`` lines about ended sequences.
+
+        They show the sequences' names, and the words of some of their blocks.
+        """
+        all_gone = summed(gone, lambda owner: self.memory.scores(owner, 0) is not None)[:available_lines]
+        lines, available_lines = list[Fading](), available_lines - len(all_gone)
         for number, left in enumerate(all_gone):
             if left.table.index == _ALL:
                 lines.append(Fading(left, f"beams of {self.memory.name(left.table.owner, _ALL)}"))
                 continue
             lines.append(Fading(left, self._names[left.table.seq_id]))
             if number < _MOST_FADING and self._is_new(("words", left.table.seq_id), left.moment, _WORDS):
-                places = few(list(range(len(left.words))), _MOST_WORDS)[:room]
-                room -= len(places)
+                places = few(list(range(len(left.words))), _MOST_WORDS)[:available_lines]
+                available_lines -= len(places)
                 folded = f"⋮ {plural(len(left.words) - _MOST_WORDS, 'block')}"
                 lines += [Fading(left, "", folded if at == FOLD else left.words[at]) for at in places]
         return lines
@@ -217,8 +220,8 @@ class Strands(LineView):
         if line.tree.table is not None:
             is_one_of_many = self._is_current(line) and len(self.memory.current_tables) == 1 < len(self.memory.tables)
             mark = [("▸ ", "rail")] if is_one_of_many else []
-            room = width - sum(cell_len(text) for text, _ in (rails, *mark))
-            return [rails, *mark, *self._leaf(line.tree.table, line.tree.node, room)]
+            leaf_width = width - sum(cell_len(text) for text, _ in (rails, *mark))
+            return [rails, *mark, *self._leaf(line.tree.table, line.tree.node, leaf_width)]
         assert line.tree.node is not None
         shared, sharers = plural(len(line.tree.node.blocks), "block"), line.tree.node.num_tables
         return [rails, (f"┏ {shared} ×{sharers}", "shared")]
@@ -238,10 +241,10 @@ class Strands(LineView):
             marks.append((f" {COPIED} {copy.source}→{block} ", "torn" if self._is_torn(block) else "fact"))
         if block in pool.from_disk:
             marks.append((FROM_DISK, "fact"))
-        room = max(4, width - cell_len(rail) - sum(cell_len(mark) for mark, _ in marks))
-        return [(rail, kind), (_cut(text or f"block {block}", room), words), *marks]
+        text_width = max(4, width - cell_len(rail) - sum(cell_len(mark) for mark, _ in marks))
+        return [(rail, kind), (_cut(text or f"block {block}", text_width), words), *marks]
 
-    def _leaf(self, table: TableView, node: BlockNode | None, room: int) -> Parts:
+    def _leaf(self, table: TableView, node: BlockNode | None, width: int) -> Parts:
         pool, swapped = self.memory.pool, table.state == "swapped"
         assert pool is not None
         parts = [(self.memory.table_name(table), "name" if swapped else _color(table))]
@@ -255,7 +258,7 @@ class Strands(LineView):
         state = [] if table.state == "idle" else [(f" {table.state}", kind)]
 
         def fits(facts: Parts) -> bool:
-            return sum(cell_len(text) for text, _ in (*parts, *facts)) <= room
+            return sum(cell_len(text) for text, _ in (*parts, *facts)) <= width
 
         return [*parts, *next(filter(fits, ([*state, blocks], [blocks])), [])]
 
@@ -321,10 +324,10 @@ def _color(table: TableView) -> str:
     return f"strand-{table.index % NUM_COLORS}"
 
 
-def _cut(text: str, room: int) -> str:
-    """Return ``text``, cut to at most ``room`` cells."""
-    if cell_len(text) <= room:
+def _cut(text: str, width: int) -> str:
+    """Return ``text``, cut to at most ``width`` cells."""
+    if cell_len(text) <= width:
         return text
-    while cell_len(text) > room - 1:
+    while cell_len(text) > width - 1:
         text = text[:-1]
     return text + "…"

@@ -30,7 +30,7 @@ from minillm.kernels.linear import fp8 as fp8_linear
 from minillm.kernels.linear.low_bit import few_tokens as matmul
 from minillm.kernels.linear.low_bit import many_tokens as dot
 from minillm.kernels.linear.low_bit import one_token as matvec
-from minillm.kernels.linear.low_bit.few_tokens import FixedScale, HalfActivations
+from minillm.kernels.linear.low_bit.few_tokens import FixedScale, Float16Activations
 from minillm.kernels.linear.low_bit.layouts import FP8, UNPACKED, LowBit, bucket
 from minillm.kernels.linear.low_bit.unpack import dequantize
 from minillm.kernels.norm.activation import gate_mul_into
@@ -82,15 +82,15 @@ def name_of(x: Tensor, parts: tuple[LowBit, ...]) -> str:
 
 def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
     """Return whether the gated matmul of ``x [tokens, in]`` can write the next matmul's input layout: see
-    `gated_halves`.
+    `gated_to_float16`.
 
     ``parts`` are the gated matrix, ``following`` is the matrix of the next matmul.
     """
-    return len(parts) == 1 and _is_for_matmul(x, parts) and reads_halves(x, following)
+    return len(parts) == 1 and _is_for_matmul(x, parts) and takes_float16(x, following)
 
 
-def reads_halves(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
-    """Return whether a matmul with ``x [tokens, in]`` reads `HalfActivations`, with the columns of ``x`` in order."""
+def takes_float16(x: Tensor, parts: tuple[LowBit, ...]) -> bool:
+    """Return whether a matmul of ``x [tokens, in]`` reads `Float16Activations`, with the columns of ``x`` in order."""
     return parts[0].order is None and _is_for_matmul(x, parts)  # all parts have an order, or none
 
 
@@ -100,18 +100,18 @@ def is_fp8_mlp(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ..
     return x.shape[0] > fp8_linear.MOST_FUSED and len(both) == 2 and all(_is_for_fp8(x, (part,)) for part in both)
 
 
-def gated_halves(
+def gated_to_float16(
     x: Tensor, matrix: LowBit, bias: Tensor | None, norm: Norm | None, by: FixedScale, gated: int = True
-) -> HalfActivations:
+) -> Float16Activations:
     """Compute a gated `product`, and store it in float16 with the fixed scale ``by``.
 
-    The result is in the input layout of `linear_of_halves`.
+    The result is in the input layout of `linear_of_float16`.
     """
-    return matmul.gated_halves(matmul.halve_activations(x, norm, matrix.order), matrix, bias, by, gated=gated)
+    return matmul.gated_to_float16(matmul.convert_to_float16(x, norm, matrix.order), matrix, bias, by, gated=gated)
 
 
-def linear_of_halves(
-    x: HalfActivations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor,
+def linear_of_float16(
+    x: Float16Activations, parts: tuple[LowBit, ...], bias: Tensor | None, out: Tensor,
     *, gated: int = False, add: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute ``x @ matrix.T + bias``. Write the result to ``out``, or add it to ``out`` if ``add``.
@@ -138,11 +138,11 @@ def _multiply(
             matvec.product(x, part, bias_part, columns, norm, gated=gated, add=add, part=place)
         return out
     is_for_dot = dot.takes(x, parts)
-    halves = matmul.halve_activations(x, norm, parts[0].order, by_eights=not is_for_dot)
+    activations = matmul.convert_to_float16(x, norm, parts[0].order, by_eights=not is_for_dot)
     if not is_for_dot:
-        return linear_of_halves(halves, parts, bias, out, gated=gated, add=add)
+        return linear_of_float16(activations, parts, bias, out, gated=gated, add=add)
     for part, bias_part, columns in columns_of(parts, bias, out):
-        dot.product(halves, part, bias_part, columns, gated=gated, add=add)
+        dot.product(activations, part, bias_part, columns, gated=gated, add=add)
     return out
 
 

@@ -11,8 +11,8 @@ TILES x 8 tokens.
 token r, each in four of the 16 columns: two adjacent columns at 2t and two at 2t + 8. Any columns of the input can take
 these places if both operands agree. Here lanes t = 0 to 3 take columns of four different groups, one word of each group
 at a time. So a lane needs one scale per row. Activations are stored in that order, eight tokens adjacent, so that a
-warp reads whole cache lines (`halve_activations`: grid (tokens), a whole row each). A gated matmul writes its result in
-that order itself if this kernel also computes the next matmul (`gated_halves`).
+warp reads whole cache lines (`convert_to_float16`: grid (tokens), a whole row each). A gated matmul writes its result
+in that order itself if this kernel also computes the next matmul (`gated_to_float16`).
 
 Weights without shared memory are from Frantar et al. 2024, https://arxiv.org/abs/2408.11743, conversion by bit
 operations is from Kim et al. 2022, https://arxiv.org/abs/2211.10017.
@@ -38,7 +38,7 @@ from minillm.kernels.norm.activation import active
 SPAN = 2048  # columns: one turn of 128 for each of 16 warps. The input is padded with zeros to a multiple of it.
 
 
-class HalfActivations(NamedTuple):
+class Float16Activations(NamedTuple):
     """Activations ``[tokens, in]`` in float16, in the order in which low-bit matmuls read them, with a scale per token.
 
     A warp reads the input in turns of 128 columns. The columns are padded with zeros to a multiple of 16 turns (SPAN).
@@ -58,12 +58,12 @@ class FixedScale(NamedTuple):
     """
 
     growth: Tensor  # [1] float32, a power of two that scales the largest possible number into float16's range
-    scales: Tensor  # [maximum tokens] float32, the scales of `HalfActivations`: the inverse of the growth
+    scales: Tensor  # [maximum tokens] float32, the scales of `Float16Activations`: the inverse of the growth
 
 
 @triton.jit
 def by_eights(tokens, token, columns, column, num_turns):
-    """Return the offset of an element in `HalfActivations.x`, stored by eights.
+    """Return the offset of an element in `Float16Activations.x`, stored by eights.
 
     ``tokens`` is the index of a group of eight tokens, and ``token`` the index of the element's token in that group. In
     the same way, ``columns`` and ``column`` give the element's column.
@@ -74,7 +74,7 @@ def by_eights(tokens, token, columns, column, num_turns):
 
 @launched
 @triton.jit
-def _halve_kernel(
+def _to_float16_kernel(
     out_ptr, scales_ptr, x_ptr, norm_ptr, order_ptr, num_columns, num_turns, eps,
     NORM: tl.constexpr, COLUMNS: tl.constexpr, BY_EIGHTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -106,9 +106,9 @@ def _halve_kernel(
     tl.store(scales_ptr + token, norm_scale / (growth * GROWTH))
 
 
-def halve_activations(
+def convert_to_float16(
     x: Tensor, norm: Norm | None = None, order: Tensor | None = None, *, by_eights: bool = True
-) -> HalfActivations:
+) -> Float16Activations:
     """Convert ``x [tokens, in]`` to float16 with a scale per token, after RMSNorm with ``norm`` (weight, eps) if given.
 
     NaN and infinity stay. The number of tokens is padded; the rows of padding are arbitrary.
@@ -121,15 +121,15 @@ def halve_activations(
     tokens, columns = x.shape
     turns = _turns(columns)
     rows = triton.next_power_of_2(max(tokens, 32)) if tokens <= 256 else triton.cdiv(tokens, 256) * 256
-    half = empty_eights(x, columns) if by_eights else x.new_empty(rows, turns * 128, dtype=torch.float16)
+    out = empty_eights(x, columns) if by_eights else x.new_empty(rows, turns * 128, dtype=torch.float16)
     scales = x.new_empty(tokens, dtype=torch.float32)
     weight, eps = norm or (x, 0.0)
     width = triton.next_power_of_2(turns * 128)
-    _halve_kernel[(tokens,)](
-        half, scales, x, weight, order, columns, turns, eps, NORM=norm is not None, COLUMNS=width, BY_EIGHTS=by_eights,
+    _to_float16_kernel[(tokens,)](
+        out, scales, x, weight, order, columns, turns, eps, NORM=norm is not None, COLUMNS=width, BY_EIGHTS=by_eights,
         num_warps=8 if width <= 4096 else 16, **pdl_options(x.device),
     )  # fmt: skip
-    return HalfActivations(half, scales)
+    return Float16Activations(out, scales)
 
 
 def _turns(columns: int) -> int:
@@ -137,9 +137,9 @@ def _turns(columns: int) -> int:
 
 
 def empty_eights(x: Tensor, columns: int) -> Tensor:
-    """Allocate the tensor `HalfActivations.x` for ``columns`` columns and as many tokens as ``x`` has rows.
+    """Allocate the tensor `Float16Activations.x` for ``columns`` columns and as many tokens as ``x`` has rows.
 
-    The tensor is for the order "by eights": see `HalfActivations`.
+    The tensor is for the order "by eights": see `Float16Activations`.
     """
     return x.new_empty((triton.cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
 
@@ -327,7 +327,7 @@ class Tile(NamedTuple):
 
 
 def matmul(
-    x: HalfActivations,
+    x: Float16Activations,
     matrix: LowBit,
     bias: Tensor | None,
     out: Tensor,
@@ -349,26 +349,26 @@ def matmul(
     return out
 
 
-def gated_halves(
-    x: HalfActivations,
+def gated_to_float16(
+    x: Float16Activations,
     matrix: LowBit,
     bias: Tensor | None,
     by: FixedScale,
     tile: Tile | None = None,
     *,
     gated: int = True,
-) -> HalfActivations:
+) -> Float16Activations:
     """Compute ``silu(gate) * up`` like `matmul`, and store it in float16 with the fixed scale ``by``.
 
     The result is in the input layout of the next matmul.
     """
-    half = empty_eights(x.scales, matrix.shape[0] // 2)
-    _launch(x, matrix, bias, half, half.shape[1], by.growth, gated=gated, add=False, tile=tile, part=0)
-    return HalfActivations(half, by.scales[: x.scales.shape[0]])
+    out = empty_eights(x.scales, matrix.shape[0] // 2)
+    _launch(x, matrix, bias, out, out.shape[1], by.growth, gated=gated, add=False, tile=tile, part=0)
+    return Float16Activations(out, by.scales[: x.scales.shape[0]])
 
 
 def _launch(
-    x: HalfActivations, matrix: LowBit, bias: Tensor | None, out: Tensor, out_stride: int, growth: Tensor | None,
+    x: Float16Activations, matrix: LowBit, bias: Tensor | None, out: Tensor, out_stride: int, growth: Tensor | None,
     *, gated: int, add: bool, tile: Tile | None, part: int,
 ) -> None:  # fmt: skip
     layout, (features, columns) = matrix.layout, matrix.shape

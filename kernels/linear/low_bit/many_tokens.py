@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minillm.kernels.compat import INTERPRETED, dot, finished, has_wgmma, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
-from minillm.kernels.linear.low_bit.few_tokens import HalfActivations
+from minillm.kernels.linear.low_bit.few_tokens import Float16Activations
 from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, load_row, row_factors
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit
 from minillm.kernels.linear.low_bit.planes import constants_of, planes_of
@@ -64,7 +64,7 @@ def _weights(
 ):  # fmt: skip
     """Convert the result of `load_row` to the tile of weights ``[ROWS, 128]`` float16.
 
-    Rows are in order. Columns are ordered by word, pair, group and weight, as in `HalfActivations.x` by tokens.
+    Rows are in order. Columns are ordered by word, pair, group and weight, as in `Float16Activations.x` by tokens.
     """
     factors = row_factors(groups, group, SCALES, GROUP, ROWS * 4)
     pairs = ()
@@ -163,7 +163,7 @@ class Tile(NamedTuple):
 
 
 def product(
-    x: HalfActivations,
+    x: Float16Activations,
     matrix: LowBit,
     bias: Tensor | None,
     out: Tensor,
@@ -174,7 +174,7 @@ def product(
 ) -> Tensor:
     """Compute ``x @ matrix.T + bias``. Write the result to ``out [tokens, out]``, or add it to ``out`` if ``add``.
 
-    ``x`` must be in the order "by tokens": see `HalfActivations`. Rows of ``out`` may be strided.
+    ``x`` must be in the order "by tokens": see `Float16Activations`. Rows of ``out`` may be strided.
 
     If ``gated``, the matrix is gate and up, and the result is ``silu(gate) * up``, ``[tokens, out / 2]``.
     """

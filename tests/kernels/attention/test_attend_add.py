@@ -39,15 +39,15 @@ def _kernels_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def handed(monkeypatch: pytest.MonkeyPatch) -> list[low_bit_matmul.HalfActivations | None]:
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[low_bit_matmul.Float16Activations | None]:
     """Collect the activations that attention writes for the matmul after it."""
-    seen, write = [], decode_attention.attended_halves
+    seen, write = [], decode_attention.attention_to_float16
 
-    def noted(*args: Any) -> low_bit_matmul.HalfActivations | None:
+    def noted(*args: Any) -> low_bit_matmul.Float16Activations | None:
         seen.append(write(*args))
         return seen[-1]
 
-    monkeypatch.setattr(decode_attention, "attended_halves", noted)
+    monkeypatch.setattr(decode_attention, "attention_to_float16", noted)
     return seen
 
 
@@ -163,7 +163,7 @@ def test_numbers_that_are_none_are_seen(value: float, handed: list[Any]) -> None
 
 def test_what_is_handed_over(handed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer.of()
-    seen = low_bit_linear.reads_halves
+    seen = low_bit_linear.takes_float16
     part = layer.o.parts[0]
     x = randn(4, WIDTH, dtype=HALF)
     assert [n for n in range(18) if seen(randn(n, WIDTH, dtype=HALF), layer.o.parts)][:14] == list(range(3, 17))
@@ -190,4 +190,4 @@ def test_what_is_handed_over(handed: list[Any], monkeypatch: pytest.MonkeyPatch)
     few = pages._replace(k=pages.k[:, :, :1].contiguous(), v=pages.v[:, :, :1].contiguous())
     scale = layer.o.attended_scale
     assert scale is not None
-    assert decode_attention.attended_halves(q[:, :8], few, 0.1, scale) is None
+    assert decode_attention.attention_to_float16(q[:, :8], few, 0.1, scale) is None

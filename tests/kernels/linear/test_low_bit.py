@@ -90,7 +90,8 @@ def test_products(name: str, tokens: int, shape: tuple[int, int]) -> None:
     weight = dequantize(matrix, torch.float64)
     exact = torch.nn.functional.linear(x.double(), weight, bias.double())
     normed = reference.norm_linear(x.double(), norm.double(), 1e-5, weight, bias.double())
-    halves, normed_halves = low_bit_matmul.halve_activations(x), low_bit_matmul.halve_activations(x, (norm, 1e-5))
+    activations = low_bit_matmul.convert_to_float16(x)
+    normed_activations = low_bit_matmul.convert_to_float16(x, (norm, 1e-5))
     wide = torch.full((tokens, out + 3), 7.0, device=DEVICE)
 
     sums = exact - bias.double() + residual.double()
@@ -110,14 +111,14 @@ def test_products(name: str, tokens: int, shape: tuple[int, int]) -> None:
             assert relative_error(got, reference.gelu_mul(normed)) < 1e-3
         if tokens == 1 and not ON_GPU:  # the interpreter takes its time
             return
-    low_bit_matmul.matmul(halves, matrix, bias, wide[:, 1:-2])
+    low_bit_matmul.matmul(activations, matrix, bias, wide[:, 1:-2])
     assert relative_error(wide[:, 1:-2], exact) < 2e-3
     assert bool((wide[:, [0, -2, -1]] == 7.0).all())
-    got = low_bit_matmul.matmul(normed_halves, matrix, bias, torch.empty_like(residual))
+    got = low_bit_matmul.matmul(normed_activations, matrix, bias, torch.empty_like(residual))
     assert relative_error(got, normed) < 2e-3
-    assert relative_error(low_bit_matmul.matmul(halves, matrix, None, residual.clone(), add=True), sums) < 2e-3
+    assert relative_error(low_bit_matmul.matmul(activations, matrix, None, residual.clone(), add=True), sums) < 2e-3
     if gated is not None:
-        got = low_bit_matmul.matmul(normed_halves, matrix, bias, randn(tokens, out // 2), gated=True)
+        got = low_bit_matmul.matmul(normed_activations, matrix, bias, randn(tokens, out // 2), gated=True)
         assert relative_error(got, gated) < 5e-3
 
 
@@ -127,11 +128,11 @@ def test_tiles(name: str, tile: tuple[int, int, int, int]) -> None:
     """Warps share 6 turns of the input, in unequal parts; rows and tokens end within a tile."""
     matrix, x, residual = some(LAYOUTS[name], 22, 768), randn(9, 768), randn(9, 22)
     exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
-    halves, chosen = low_bit_matmul.halve_activations(x), low_bit_matmul.Tile(*tile)
-    gated = low_bit_matmul.matmul(halves, matrix, None, randn(9, 11), gated=True, tile=chosen)
+    activations, chosen = low_bit_matmul.convert_to_float16(x), low_bit_matmul.Tile(*tile)
+    gated = low_bit_matmul.matmul(activations, matrix, None, randn(9, 11), gated=True, tile=chosen)
     assert relative_error(gated, reference.silu_mul(exact)) < 5e-3
     for _ in range(2 if ON_GPU else 1):
-        got = low_bit_matmul.matmul(halves, matrix, None, residual.clone(), add=True, tile=chosen)
+        got = low_bit_matmul.matmul(activations, matrix, None, residual.clone(), add=True, tile=chosen)
         assert relative_error(got, exact + residual.double()) < 2e-3
 
 
@@ -143,19 +144,19 @@ def test_dozens_of_tokens(name: str, shape: tuple[int, int]) -> None:
     matrix, x, bias, norm = some(LAYOUTS[name], out, width), randn(tokens, width), randn(out), randn(width)
     weight, residual = dequantize(matrix, torch.float64), randn(tokens, out)
     normed = reference.norm_linear(x.double(), norm.double(), 1e-5, weight, bias.double())
-    halves = low_bit_matmul.halve_activations(x, (norm, 1e-5), by_eights=False)
+    activations = low_bit_matmul.convert_to_float16(x, (norm, 1e-5), by_eights=False)
     wide = torch.full((tokens, out + 3), 7.0, device=DEVICE)
-    low_bit_dot.product(halves, matrix, bias, wide[:, 1:-2])
+    low_bit_dot.product(activations, matrix, bias, wide[:, 1:-2])
     assert relative_error(wide[:, 1:-2], normed) < 2e-3
     assert bool((wide[:, [0, -2, -1]] == 7.0).all())
-    gated = low_bit_dot.product(halves, matrix, bias, randn(tokens, out // 2), gated=True)
+    gated = low_bit_dot.product(activations, matrix, bias, randn(tokens, out // 2), gated=True)
     assert relative_error(gated, reference.silu_mul(normed)) < 5e-3
-    gated = low_bit_dot.product(halves, matrix, bias, randn(tokens, out // 2), gated=GELU)
+    gated = low_bit_dot.product(activations, matrix, bias, randn(tokens, out // 2), gated=GELU)
     assert relative_error(gated, reference.gelu_mul(normed)) < 5e-3
     sums = residual.double() + torch.nn.functional.linear(x.double(), weight, bias.double())
-    halves, tile = low_bit_matmul.halve_activations(x, by_eights=False), low_bit_dot.Tile(128, 32, 4, 4, 3)
+    activations, tile = low_bit_matmul.convert_to_float16(x, by_eights=False), low_bit_dot.Tile(128, 32, 4, 4, 3)
     for each in (tile, None) if ON_GPU else (tile,):
-        got = low_bit_dot.product(halves, matrix, bias, residual.clone(), add=True, tile=each)
+        got = low_bit_dot.product(activations, matrix, bias, residual.clone(), add=True, tile=each)
         assert relative_error(got, sums) < 2e-3
 
 
@@ -166,8 +167,8 @@ def test_a_product_ends_before_its_weights_are_overwritten(name: str, tokens: in
     """Otherwise some sums are wrong, others each time: of many rows, and where registers are few."""
     matrix, x = some(LAYOUTS[name], 6144, 4096), randn(tokens, 4096)
     exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
-    halves = low_bit_matmul.halve_activations(x, by_eights=False)
-    first, *others = (low_bit_dot.product(halves, matrix, None, randn(tokens, 6144)) for _ in range(6))
+    activations = low_bit_matmul.convert_to_float16(x, by_eights=False)
+    first, *others = (low_bit_dot.product(activations, matrix, None, randn(tokens, 6144)) for _ in range(6))
     assert relative_error(first, exact) < 2e-3
     assert all(torch.equal(first, other) for other in others)
 
@@ -187,7 +188,7 @@ def test_rows_that_begin_within_a_word() -> None:
     matrix, x = some(LAYOUTS["q4_0"], 20, 32), randn(17, 32)
     part = matrix.rows(slice(1, 20))
     assert part.scales.data_ptr() % 4
-    got = low_bit_dot.product(low_bit_matmul.halve_activations(x, by_eights=False), part, None, randn(17, 19))
+    got = low_bit_dot.product(low_bit_matmul.convert_to_float16(x, by_eights=False), part, None, randn(17, 19))
     exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
     assert relative_error(got, exact[:, 1:]) < 2e-3
 
@@ -198,8 +199,8 @@ def test_a_turn_that_the_input_does_not_fill(kernel: str, width: int) -> None:
     matrix, x = some(LAYOUTS["q4_1"], 20, width), randn(3, width)
     exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
     multiply = low_bit_dot.product if kernel == "dot" else low_bit_matmul.matmul
-    halves = low_bit_matmul.halve_activations(x, by_eights=kernel == "lanes")
-    got = multiply(halves, matrix, None, torch.empty(3, 20, device=DEVICE))
+    activations = low_bit_matmul.convert_to_float16(x, by_eights=kernel == "lanes")
+    got = multiply(activations, matrix, None, torch.empty(3, 20, device=DEVICE))
     assert relative_error(got, exact) < 2e-3
 
 
@@ -304,7 +305,7 @@ def test_activations_that_float16_could_not_hold() -> None:
     matrix = some(LAYOUTS["q4_0"], 8, 64)
     x = randn(3, 64) * torch.tensor([[1e6], [1.0], [1e-3]], device=DEVICE)
     exact = torch.nn.functional.linear(x.double(), dequantize(matrix, torch.float64))
-    got = low_bit_matmul.matmul(low_bit_matmul.halve_activations(x), matrix, None, torch.empty(3, 8, device=DEVICE))
+    got = low_bit_matmul.matmul(low_bit_matmul.convert_to_float16(x), matrix, None, torch.empty(3, 8, device=DEVICE))
     for row, expected in zip(got, exact, strict=True):
         assert relative_error(row, expected) < 2e-3
 

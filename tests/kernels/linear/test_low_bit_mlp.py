@@ -69,15 +69,15 @@ class Layer(NamedTuple):
 
 
 @pytest.fixture
-def handed(monkeypatch: pytest.MonkeyPatch) -> list[low_bit_matmul.HalfActivations]:
+def handed(monkeypatch: pytest.MonkeyPatch) -> list[low_bit_matmul.Float16Activations]:
     """Collect the activations that gated matmuls write for the matmuls after them."""
-    seen, write = [], low_bit_linear.gated_halves
+    seen, write = [], low_bit_linear.gated_to_float16
 
-    def noted(*args: object) -> low_bit_matmul.HalfActivations:
+    def noted(*args: object) -> low_bit_matmul.Float16Activations:
         seen.append(write(*args))  # type: ignore[arg-type]
         return seen[-1]
 
-    monkeypatch.setattr(low_bit_linear, "gated_halves", noted)
+    monkeypatch.setattr(low_bit_linear, "gated_to_float16", noted)
     return seen
 
 
@@ -93,7 +93,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[low_bit_matmul.HalfActivatio
     ],
 )
 def test_both_products_are_those_of_float64(
-    tokens: int, gate_up: str, down: str, size: int, handed: list[low_bit_matmul.HalfActivations]
+    tokens: int, gate_up: str, down: str, size: int, handed: list[low_bit_matmul.Float16Activations]
 ) -> None:
     layer, x, residual = Layer.of(gate_up, down, size), randn(tokens, WIDTH, dtype=HALF), randn(tokens, 12, dtype=HALF)
     exact = layer.exact(x, residual)
@@ -111,7 +111,7 @@ def test_both_products_are_those_of_float64(
     assert not got[:, size:].any(), "what is behind the last column meets weights, too"
 
 
-def test_gelu_is_handed_over_as_silu_is(handed: list[low_bit_matmul.HalfActivations]) -> None:
+def test_gelu_is_handed_over_as_silu_is(handed: list[low_bit_matmul.Float16Activations]) -> None:
     layer, x = Layer.of("q4_0", "q8_0", 64), randn(3, WIDTH, dtype=HALF)
     layer.gate_up.gate = GELU
     assert layer.gate_up.bias is not None
@@ -132,13 +132,13 @@ def test_columns_behind_the_last_are_zeros_wherever_they_are(monkeypatch: pytest
     )  # fmt: skip
     for size, tile in ((32, (4, 2, 2, 1)), (160, (1, 1, 2, 1))):
         matrix, norm, x = some(LAYOUTS["q4_0"], 2 * size, 32), randn(32, dtype=HALF), randn(11, 32, dtype=HALF)
-        halves, by = low_bit_matmul.halve_activations(x * 0), scale_of_gated(matrix, None, norm)
-        got = columns(low_bit_matmul.gated_halves(halves, matrix, None, by, low_bit_matmul.Tile(*tile)))
+        activations, by = low_bit_matmul.convert_to_float16(x * 0), scale_of_gated(matrix, None, norm)
+        got = columns(low_bit_matmul.gated_to_float16(activations, matrix, None, by, low_bit_matmul.Tile(*tile)))
         assert got.shape == (11, 2048)
         assert not got.any()
 
 
-def test_bfloat16(handed: list[low_bit_matmul.HalfActivations]) -> None:
+def test_bfloat16(handed: list[low_bit_matmul.Float16Activations]) -> None:
     layer, x = Layer.of(dtype=torch.bfloat16), randn(4, WIDTH, dtype=torch.bfloat16)
     assert relative_error(layer.mlp(x), layer.exact(x)) < TOLERANCE[torch.bfloat16]
     residual = randn(4, 12, dtype=torch.bfloat16)
@@ -152,7 +152,7 @@ def test_weights_of_any_size(norm: float) -> None:
     """Float32 holds the product, so float16 holds it grown."""
     matrix, weight, x = some(LAYOUTS["q4_0"], 128, WIDTH), randn(WIDTH) * norm, randn(5, WIDTH, dtype=HALF)
     scale = scale_of_gated(matrix, None, weight)
-    got = columns(low_bit_linear.gated_halves(x, matrix, None, (weight, EPS), scale))
+    got = columns(low_bit_linear.gated_to_float16(x, matrix, None, (weight, EPS), scale))
     exact = reference.norm_gated_linear(x.double(), weight.double(), EPS, expanded((matrix,)).double())
     assert relative_error(got[:, :64], exact) < 5e-3
 
@@ -187,7 +187,7 @@ def test_the_bound_is_found_by_parts_of_the_rows(monkeypatch: pytest.MonkeyPatch
         assert torch.equal(scale_of_gated(matrix, bias, norm).growth, whole.growth)
 
 
-def test_each_rank_has_a_bound_of_its_own(handed: list[low_bit_matmul.HalfActivations]) -> None:
+def test_each_rank_has_a_bound_of_its_own(handed: list[low_bit_matmul.Float16Activations]) -> None:
     """A rank's bound is that of its rows of gate and up. The partial sums are then added."""
     layer, x, residual = Layer.of("q4_0", "q4_0", 192), randn(4, WIDTH, dtype=HALF), randn(4, 12, dtype=HALF)
     wide, behind = layer.gate_up.parts[0], layer.down.parts[0]
@@ -214,7 +214,7 @@ def test_each_rank_has_a_bound_of_its_own(handed: list[low_bit_matmul.HalfActiva
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_that_are_none_are_seen(value: float, handed: list[low_bit_matmul.HalfActivations]) -> None:
+def test_numbers_that_are_none_are_seen(value: float, handed: list[low_bit_matmul.Float16Activations]) -> None:
     layer, x = Layer.of(), randn(5, WIDTH, dtype=HALF)
     x[1, 7] = value
     got = layer.mlp(x)
@@ -289,7 +289,7 @@ def test_what_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         assert is_handed_over()
 
 
-def test_nothing_else_changes(handed: list[low_bit_matmul.HalfActivations]) -> None:
+def test_nothing_else_changes(handed: list[low_bit_matmul.Float16Activations]) -> None:
     """A layer that hands nothing over gives bitwise the results of separate matmuls."""
     layer = Layer.of()
     for tokens in (2, 17):

@@ -1,8 +1,8 @@
 """The order of the packages."""
 
-# Rooms of the house, one floor a line: a room imports only rooms on the lines before its own. A folder is one room,
+# One layer a line: a package imports only packages on earlier lines. A folder is one package,
 # and so is a file directly in minillm/.
-FLOORS = """
+LAYERS = """
 kernels errors outputs forms
 checks system
 text
