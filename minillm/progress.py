@@ -88,10 +88,13 @@ class GenerationBar:
     """A progress bar with the number of finished prompts and tokens per second.
 
     If ``enabled`` is None, the bar is shown on terminals and in notebooks. There is no bar for a single prompt.
+
+    Attributes:
+        tokens: tokens generated so far.
     """
 
     def __init__(self, total: int, *, enabled: bool | None = None) -> None:
-        self._tokens = 0
+        self.tokens = 0
         self._bar = _bar(total, "prompt") if _is_shown(enabled) and total > 1 else None
 
     def __enter__(self) -> Self:
@@ -112,10 +115,10 @@ class GenerationBar:
 
     def advance(self, num_tokens: int) -> None:
         """Count one more finished prompt, with ``num_tokens`` generated tokens."""
-        self._tokens += num_tokens
+        self.tokens += num_tokens
         if self._bar is not None:
             if elapsed := self._bar.format_dict["elapsed"]:
-                self._bar.set_postfix_str(f"{self._tokens / elapsed:.0f} tok/s", refresh=False)
+                self._bar.set_postfix_str(f"{self.tokens / elapsed:.0f} tok/s", refresh=False)
             self._bar.update()
 
 

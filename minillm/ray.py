@@ -16,6 +16,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Died, Engines, Facts, Task
@@ -37,14 +38,12 @@ if TYPE_CHECKING:
     from minillm.jobs.row_engine import RowEngine
 
 _OF_BEAMS = {each.name for each in fields(BeamSearchParams)}
-_TRIES = 4  # to start a cluster
-# Settings for a cluster that this process starts, unless the user has set them: no idle worker for each core, no report
-# to Ray's developers, and no killing of engines when other programs need memory.
-_LOCAL = {
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_memory_monitor_refresh_ms": "0",
-}
+# Settings of a cluster that this process starts, unless the user has set them. Off: an idle worker for each core,
+# reports to Ray's developers, killing engines when other programs need memory, metrics. Slow: timers.
+_OFF = ("prestart_worker_first_driver", "USAGE_STATS_ENABLED", "memory_monitor_refresh_ms", "enable_metrics_collection")
+_SLOW = ("raylet_check_gc_period_milliseconds", "local_fs_monitor_interval_ms")
+# Methods that start processes without use here: an autoscaler, a reader of log files, and the dashboard's server.
+_UNUSED: Any = dict.fromkeys(("start_monitor", "start_log_monitor", "start_api_server"), lambda *_, **__: None)
 
 
 def _load(task: Task, deliver: Callable[[Answer], object]) -> RowEngine:
@@ -75,20 +74,22 @@ class _Actor:
 
     def load(self) -> Facts:
         """Load the model. This is not done in the constructor, because Ray would hide the MinillmError of a failure."""
+        import torch  # noqa: F401  (reads OMP_NUM_THREADS)
+
+        if os.environ.get("OMP_NUM_THREADS") == f"{ray.get_runtime_context().get_assigned_resources().get('CPU', 0):g}":
+            del os.environ["OMP_NUM_THREADS"]  # set by Ray; without it, minillm follows the free cores
         self._engine = _load(self._task, self._answers.put)
         return self._engine.facts()
 
-    def submit(self, rows: list[InputRow]) -> None:
-        """Let the engine answer rows."""
+    def exchange(self, rows: list[InputRow]) -> list[Answer]:
+        """Let the engine answer ``rows`` as well. Wait for an answer, and return all answers since the last call.
+
+        There must be a row without answer. The main thread waits, so that it does not look for signals every 10 ms.
+        """
         for row in rows:
             self._engine.submit(row)
-
-    def collect(self) -> list[Answer]:
-        """Wait for an answer, and return all answers since the last call."""
-        answers = [self._answers.get()]
-        while not self._answers.empty():
-            answers.append(self._answers.get())
-        return answers
+        first = self._answers.get()
+        return [first, *(self._answers.get() for _ in range(self._answers.qsize()))]
 
 
 class Generate:
@@ -128,8 +129,7 @@ class Generate:
         """Answer a batch of rows, given as columns. Yield the batch with the new columns."""
         import numpy as np
 
-        count = len(next(iter(batch.values()), ()))
-        given = [{name: column[i] for name, column in batch.items()} for i in range(count)]
+        given = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         found = await asyncio.gather(*map(self._row, given))
         names = ("text", "outputs", "num_tokens", "finish_reason", "error")
         yield {**batch, **{name: np.array([each[name] for each in found]) for name in names}}
@@ -165,8 +165,7 @@ class Generate:
         prompt, messages = _plain(given.get("prompt")), _plain(given.get("messages"))
         if (prompt is None) == (messages is None):
             raise UsageError('a row has either "prompt" or "messages"')
-        if messages is not None:
-            messages = plain_messages(messages)
+        messages = None if messages is None else plain_messages(messages)
         return InputRow(next(self._numbers), prompt, messages, {**common, **own})
 
 
@@ -191,7 +190,7 @@ class RayEngines(Engines):
         super().__init__(count)
         connect(address)
         self._task = ray.put(task)
-        self._new: Any = ray.remote(actor).options(**_needs(task.engine, count), max_concurrency=2)
+        self._new: Any = ray.remote(actor).options(**_needs(task.engine, count))
         self._calls: dict[Any, int] = {}  # pending Ray call -> number of its engine
         self._actors: dict[int, Any] = {}
 
@@ -204,16 +203,17 @@ class RayEngines(Engines):
         self._calls[self._actors[number].load.remote()] = number
 
     def send(self, number: int, rows: list[InputRow]) -> None:
-        self._actors[number].submit.options(num_returns=0).remote(rows)
+        self._calls[self._actors[number].exchange.remote(rows)] = number
 
     def receive(self) -> tuple[int, Facts | list[Answer] | Died | MinillmError]:
+        for number, rows in enumerate(self._given):
+            if rows and number not in self._calls.values():
+                self.send(number, [])  # only to wait for answers
         number = -1
         try:
             [call], _ = ray.wait(list(self._calls), num_returns=1)
             number = self._calls.pop(call)
-            found = ray.get(call)
-            self._calls[self._actors[number].collect.remote()] = number
-            return number, found
+            return number, ray.get(call)
         except ray.exceptions.RayActorError as error:
             last_line = str(error).strip().splitlines()[-1][:200]
             return number, Died("" if number in self.facts else f" while loading ({last_line})")
@@ -225,16 +225,18 @@ class RayEngines(Engines):
 
 def connect(address: str) -> None:
     """Connect to a cluster, or start one if ``address`` is "local". Raises UsageError if that fails."""
-    options = {"include_dashboard": False} if address == "local" else {}
-    if address == "local":
-        os.environ.update({**_LOCAL, **os.environ})
-    for tries_left in reversed(range(_TRIES)):
+    local = address == "local"
+    for name in (*_OFF, *_SLOW) if local else ():
+        os.environ.setdefault(f"RAY_{name}", "0" if name in _OFF else "5000")
+    for tries_left in (3, 2, 1, 0):
         try:
-            ray.init(address=address, logging_level="ERROR", log_to_driver=False, **options)
+            with patch.multiple("ray._private.node.Node", create=True, **_UNUSED):
+                dashboard = False if local else None
+                ray.init(address=address, include_dashboard=dashboard, logging_level="ERROR", log_to_driver=False)
             return
         except Exception as error:
-            if not tries_left or address != "local" or "timed out" not in str(error):
-                what = "start a cluster" if address == "local" else "reach the cluster"
+            if not (tries_left and local) or "timed out" not in str(error):
+                what = "start a cluster" if local else "reach the cluster"
                 raise UsageError(f"--ray {address}: cannot {what}: {_first_line(error)}") from None
             ray.shutdown()  # Ray gives its processes 30 s, which is too little for a busy machine
 
@@ -247,12 +249,9 @@ def _needs(engine: Mapping[str, Any], count: int) -> dict[str, float]:
     there = ray.cluster_resources()
     size = int(engine.get("tensor_parallel_size", 1))
     on_gpus = engine.get("device", "auto") != "cpu" and there.get("GPU", 0) > 0
-    kind, each = ("GPU", size) if on_gpus else ("CPU", max(1, int(there.get("CPU", 0)) // count))
-    if count * each > there.get(kind, 0):
-        what = "GPUs" if on_gpus else "cores"
-        raise UsageError(
-            f"--engines {count}: they need {count * each} {what}, and the cluster has {there.get(kind, 0):g}"
-        )
+    kind, each, what = ("GPU", size, "GPUs") if on_gpus else ("CPU", max(1, int(there.get("CPU", 0)) // count), "cores")
+    if count * each > (most := there.get(kind, 0)):
+        raise UsageError(f"--engines {count}: they need {count * each} {what}, and the cluster has {most:g}")
     return {"num_gpus": size, "num_cpus": 1} if on_gpus else {"num_cpus": each}
 
 

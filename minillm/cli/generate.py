@@ -286,11 +286,10 @@ def _to_file(source: RowEngine | Engines, rows: list[InputRow], part: PartFile, 
             part.open()
             finished = part.finished()
             left = [row for row in rows if row.index not in finished]
-            began, count = time.monotonic(), 0
+            began = time.monotonic()
             with GenerationBar(len(left), enabled=not quiet) as bar:
                 for answer in source.answers(left):
                     part.add(answer)
-                    count += num_tokens(answer)
                     bar.advance(num_tokens(answer))
             seconds = time.monotonic() - began
             failed = part.merge([row.index for row in rows])
@@ -304,8 +303,8 @@ def _to_file(source: RowEngine | Engines, rows: list[InputRow], part: PartFile, 
     except MinillmError as error:
         raise MinillmError(f"{error}; {kept}") from None
     say(
-        f"{_prompts(len(left))} ({len(rows) - len(left)} were finished before), {count:,} tokens in {seconds:.1f} s: "
-        f"{count / max(seconds, 1e-9):,.0f} tokens a second"
+        f"{_prompts(len(left))} ({len(rows) - len(left)} were finished before), {bar.tokens:,} tokens "
+        f"in {seconds:.1f} s: {bar.tokens / max(seconds, 1e-9):,.0f} tokens a second"
     )
     return _say_failures(failed, len(rows))
 

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
-import queue
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,17 @@ from minillm.ray import Generate, RayEngines, connect  # noqa: E402
 pytestmark = [pytest.mark.timeout(580), pytest.mark.xdist_group("ray")]
 
 
+def command_line(process: int) -> bytes:
+    return Path(f"/proc/{process}/cmdline").read_bytes()
+
+
 def processes(session: int, name: bytes = b"") -> list[int]:
     """Return the processes of a session with command lines that begin with ``name``."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             in_session = entry.name.isdigit() and os.getsid(int(entry.name)) == session
-            if in_session and (entry / "cmdline").read_bytes().startswith(name):
+            if in_session and command_line(int(entry.name)).startswith(name):
                 found.append(int(entry.name))
     return sorted(found)
 
@@ -78,6 +82,7 @@ def test_no_row_is_lost_or_computed_twice_whoever_is_killed(tiny_model: Path, tm
 
     process = start()
     wait_for(20, process)
+    assert not [each for each in processes(process.pid) if b"monitor.py" in command_line(each)], "it is without use"
     os.kill(actors(process.pid)[0], signal.SIGKILL)
     wait_for(60, process)
     process.kill()
@@ -138,18 +143,15 @@ class Stub:
     """An engine that only waits."""
 
     def __init__(self, task: Any) -> None:
-        self.answers: queue.SimpleQueue[list[dict[str, Any]]] = queue.SimpleQueue()
+        self.left: deque[InputRow] = deque()
 
     def load(self) -> Facts:
         return Facts({}, 256, "cpu")
 
-    def submit(self, rows: list[InputRow]) -> None:
+    def exchange(self, rows: list[InputRow]) -> list[dict[str, Any]]:
         time.sleep(0.01)
-        for row in rows:
-            self.answers.put([{"index": row.index, "by": os.getpid()}])
-
-    def collect(self) -> list[dict[str, Any]]:
-        return self.answers.get()
+        self.left.extend(rows)
+        return [{"index": self.left.popleft().index, "by": os.getpid()}]
 
 
 @pytest.mark.soak
