@@ -92,6 +92,28 @@ def test_in_deterministic_mode_the_bits_are_those_of_separate_runs(
         assert assert_like_separate_runs((replace(model, ops=OPS), parts[1]), seed, WAYS["plain"], tolerance=0) > 0
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_six_depths_up_to_8192_tokens_have_the_bits_of_separate_runs() -> None:
+    tokenizer = Tokenizer.from_directory(write_tiny_model(Path(tempfile.mkdtemp())))
+    model = ours(hf_model(vocab_size=640, max_position_embeddings=9000), dtype=torch.bfloat16)
+    prompt = ids_of(tokenizer, "Count<think>\n")
+    depths = [256 << number for number in range(6)]
+    scripted_params = {**scripted(tokenizer, 40), "temperature": 0.8, "seed": 5, "logprobs": 1}
+
+    def completions(depths: list[int]) -> list[CompletionOutput]:
+        params = SamplingParams(
+            max_reasoning_tokens=depths[-1], max_tokens=8900, reasoning_depths=depths[:-1], **scripted_params
+        )
+        running = engine((replace(model, ops=OPS), tokenizer), num_blocks=3600, block_size=16)
+        return run(running, [(prompt, params)])[0].outputs
+
+    for depth, one in zip(depths, completions(depths), strict=True):
+        [other] = completions([depth])
+        assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+        assert len(one.token_ids) > depth + 40
+
+
 def test_forks_of_a_request_that_is_just_being_swapped_out(
     parts: tuple[Llama, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,6 @@ def test_requests_of_every_kind(kind: str, monkeypatch: pytest.MonkeyPatch) -> N
         max_num_batched_tokens=8,
         admission="optimistic",
         on_device=True,
-        sharing=None,
     )
     assert tokens(run(engine, REQUESTS)) == expected
     assert engine.scheduler.preemption.count

@@ -77,9 +77,9 @@ def engine_for(
 ) -> Engine:
     """Return a new engine. ``on_device`` keeps the state of decoding sequences on the device (by default: on a GPU).
 
-    On the device, blocks that sequences share are always read once, unless ``sharing`` says otherwise. A
-    ``draft`` model guesses. ``disk``: the directory of a disk cache with a quota of
-    ``disk_limit`` bytes, see `tier_of`.
+    On the device, blocks that sequences share are always read once, unless ``sharing`` says otherwise or the model is
+    deterministic. ``draft``: a model that proposes draft tokens. ``disk``: the directory of a disk cache with a quota
+    of ``disk_limit`` bytes, see `tier_of`.
     """
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
     scheduler = Scheduler(Preemption(cache, SwapSpace(host_blocks)), max_num_seqs, max_num_batched_tokens, admission)
@@ -94,7 +94,7 @@ def engine_for(
             model, *sizes, max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=on_gpu, sharing=sharing
         )
 
-    runner = new_runner(model, sharing)
+    runner = new_runner(model, None if model.is_deterministic else sharing)
     if draft is not None:
         drafter = Drafter(new_runner(draft, None), num_blocks, host_blocks, model, max_num_batched_tokens)
         drafter.price = 0.05  # as of a small one

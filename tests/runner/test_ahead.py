@@ -24,6 +24,7 @@ from minillm.kernels import DecodeInputs, KVCache
 from minillm.model.llama import Batch, Llama
 from minillm.params import SamplingParams
 from minillm.runner.device.ahead import Ahead, Shape
+from minillm.runner.device.graphs import Graphs
 from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.scores import ScoringForward
 
@@ -335,6 +336,7 @@ def test_prompts_next_to_shared_blocks_run_without_the_kernels_that_share_them(m
         return {int(each.request_id): each.outputs[0].token_ids for each in engine.take_finished()}
 
     runner.ahead.compiler, runner.prompts, runner.piecewise = machine, None, None
+    runner.state.forwards = Graphs(runner.state.rows, enabled=False)
     with monkeypatch.context() as patch:
         patch.setattr(Llama, "hidden", launch)
         runner.forward = ScoringForward(model, partial(launch, model, kv_cache=runner.kv_cache))
