@@ -6,13 +6,15 @@ name. The results that depend on a type alone are cached here.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 
@@ -28,7 +30,9 @@ def nothing_twice() -> Iterator[None]:
         _patch_once_a_launch(interpreter, patch)
         _keep_types(interpreter, patch)
         _see_what_is_equal(interpreter, patch)
+        _make_handles_at_once(interpreter, patch)
         _call_at_once(interpreter, patch)
+        _list_builtins_once(interpreter, patch)
         _leave_out_what_nobody_reads(interpreter, patch)
         yield
 
@@ -193,9 +197,131 @@ def _call_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
             kwargs["_semantic"] = semantic
             return fn(*args, **kwargs)
 
-        scope.set_attr(obj, name, call)
+        scope.set_attr(obj, name, quick(name, call) if obj is core.tensor else call)
 
+    quick = _quick(interpreter)
     patch.setattr(interpreter, "_patch_attr", patch_attr)
+
+
+def _make_handles_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Create handles without a check of their data's size. Operations that can widen their data check it."""
+
+    def handle(self: Any, data: Any, dtype: Any) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {}
+
+    patch.setattr(interpreter.TensorHandle, "__init__", handle)
+
+
+def _list_builtins_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """List the functions to patch once. The interpreter searches all members of the language for each launch."""
+    is_builtin, builtins = interpreter.tl.core.is_builtin, {}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        if package not in builtins:
+            builtins[package] = [(name, each) for name, each in inspect.getmembers(package) if is_builtin(each)]
+        for name, member in builtins[package]:
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+    patch.setattr(interpreter, "_patch_builtin", patch_builtin)
+
+
+_UFUNCS = {
+    "__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__truediv__": np.divide,
+    "__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor, "__lshift__": np.left_shift,
+    "__rshift__": np.right_shift, "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater,
+    "__ge__": np.greater_equal, "__eq__": np.equal, "__ne__": np.not_equal,
+}  # fmt: skip
+
+
+def _quick(interpreter: Any) -> Callable[[str, Any], Any]:
+    """Return a function that makes a method of tensors quick.
+
+    From the second call with the same types on, an operation is a single call of NumPy. The first call checks the
+    types. Operations with promotion or broadcasting, and those of types that NumPy lacks, are left as they are.
+    """
+    core, handle_type = interpreter.tl.core, interpreter.TensorHandle
+    semantic = interpreter.interpreter_semantic
+    same_in_numpy = {
+        each.name
+        for each in (
+            core.int8, core.int16, core.int32, core.int64, core.uint8, core.uint16, core.uint32, core.uint64,
+            core.float32, core.float64,
+        )
+    }  # fmt: skip
+    plans: dict[Any, Any] = {}
+    new = object.__new__
+
+    def result(data: Any, dtype: Any, facts: dict[str, Any]) -> Any:
+        handle, tensor = new(handle_type), new(core.tensor)
+        handle.data, handle.dtype, handle.attr = data, dtype, {}
+        members = vars(tensor)
+        members.update(facts)
+        members["handle"] = handle
+        return tensor
+
+    def facts_of(tensor: Any) -> dict[str, Any]:
+        return {name: value for name, value in vars(tensor).items() if name != "handle"}
+
+    def binary(name: str, slow: Any) -> Any:
+        compute = _UFUNCS[name]
+
+        def operate(self: Any, other: Any, **options: Any) -> Any:
+            kind = type(other)
+            if kind is core.constexpr:
+                other = other.value
+                kind = type(other)
+            if kind is core.tensor:
+                key = name, self.type.name, other.type.name
+            elif kind is int:
+                key = name, self.type.name, other
+            elif kind is float:
+                key = name, self.type.name, repr(other)
+            else:
+                return slow(self, other)
+            plan = plans.get(key)
+            if plan:
+                data = other.handle.data if plan[0] is None else plan[0]
+                return result(compute(self.handle.data, data), plan[1], plan[2])
+            got = slow(self, other)
+            if plan is None:
+                plans[key] = plan_of(self, other, kind, got)
+            return got
+
+        return operate
+
+    def plan_of(self: Any, other: Any, kind: Any, got: Any) -> Any:
+        if self.dtype.name not in same_in_numpy:
+            return ()
+        left, right = semantic.binary_op_type_checking_impl(self, other)
+        if left is not self or right.type.name != left.type.name or (kind is core.tensor and right is not other):
+            return ()
+        return None if kind is core.tensor else right.handle.data, got.handle.dtype, facts_of(got)
+
+    def cast(slow: Any) -> Any:
+        def to(self: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, **options: Any) -> Any:
+            if type(dtype) is core.constexpr:
+                dtype = dtype.value
+            if dtype is self.dtype:
+                return self
+            if fp_downcast_rounding is not None or type(bitcast) is not bool:
+                return slow(self, dtype, fp_downcast_rounding, bitcast)
+            key = self.type.name, dtype.name, bitcast
+            plan = plans.get(key)
+            if plan:
+                data = self.handle.data
+                return result(data.view(plan[0]) if bitcast else data.astype(plan[0]), plan[1], plan[2])
+            got = slow(self, dtype, None, bitcast)
+            if plan is None:
+                is_plain = self.dtype.name in same_in_numpy and dtype.name in same_in_numpy
+                plans[key] = (got.handle.data.dtype, got.handle.dtype, facts_of(got)) if is_plain else ()
+            return got
+
+        return to
+
+    def quick(name: str, slow: Any) -> Any:
+        return binary(name, slow) if name in _UFUNCS else cast(slow) if name in ("to", "cast") else slow
+
+    return quick
 
 
 def _leave_out_what_nobody_reads(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
