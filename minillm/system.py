@@ -116,6 +116,9 @@ def _fields(path: Path) -> dict[str, str]:
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
+# -P: a module of the current directory must not replace one of the standard library.
+PYTHON = (sys.executable, "-P")  # runs modules in child processes
+
 
 def child_environment() -> dict[str, str]:
     """Return the environment for a child process that must import minillm from the same place as this process.
@@ -144,8 +147,7 @@ def start_module(
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            # -P: a module of the current directory must not replace one of the standard library.
-            (*words, sys.executable, "-P", "-m", module, str(theirs.fileno())),
+            (*words, *PYTHON, "-m", module, str(theirs.fileno())),
             env={**child_environment(), **environment},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

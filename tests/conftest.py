@@ -221,6 +221,12 @@ def engine_command(minillm_command: tuple[str, ...]) -> tuple[str, ...]:
     return *minillm_command, "-m", "minillm.service"
 
 
+@pytest.fixture
+def modules_fork(minillm_command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the engines and ranks that a test starts."""
+    monkeypatch.setattr("minillm.system.PYTHON", (*minillm_command, "-P"))
+
+
 @pytest.fixture(scope="session")
 def llm() -> LLM:
     """The real default model, float32 on the CPU."""

@@ -6,17 +6,15 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from minillm.service.checks import EventReader
 from minillm.service.messages import Command, Event, encode
-from minillm.system import child_environment
+from minillm.system import PYTHON, child_environment
 
-# -P: a module in the current directory must not replace one of the standard library.
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "minillm.service")
+ENGINE_COMMAND = (*PYTHON, "-m", "minillm.service")
 _LINE_LIMIT = 64 << 20  # bytes per event; a report of a million blocks is smaller
 
 

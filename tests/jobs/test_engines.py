@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lib.rows import answers, command, requests_file
+from lib.server import WITH_FORKED_MODULES
 from minillm.cli.main import main
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Answer, Died, Engines, Facts
@@ -107,9 +109,11 @@ def children(process: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_engines_that_are_killed_lose_no_row_and_nothing_is_computed_again(tiny_model: Path, tmp_path: Path) -> None:
+def test_engines_that_are_killed_lose_no_row_and_nothing_is_computed_again(
+    tiny_model: Path, tmp_path: Path, forking: Callable[[str], str]
+) -> None:
     source, output, plain = requests_file(tmp_path, 24, 250), tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
-    arguments = [sys.executable, "-m", "minillm", *command(tiny_model, source, output), "--replicas", "2"]
+    arguments = [*command(tiny_model, source, output), "--replicas", "2"]
     part = tmp_path / "out.jsonl.part0"
 
     def finished() -> int:
@@ -119,7 +123,8 @@ def test_engines_that_are_killed_lose_no_row_and_nothing_is_computed_again(tiny_
         while finished() < count and process.poll() is None:
             time.sleep(0.02)
 
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    own_children = [sys.executable, "-c", WITH_FORKED_MODULES, forking("minillm")]
+    process = subprocess.Popen([*own_children, *arguments], stderr=subprocess.PIPE, text=True)
     wait_for(3, process)
     os.kill(children(process.pid)[0], signal.SIGKILL)
     wait_for(8, process)
@@ -130,7 +135,7 @@ def test_engines_that_are_killed_lose_no_row_and_nothing_is_computed_again(tiny_
     assert "the same command resumes the run" in errors
     before = finished()
     assert 8 <= before < 24
-    result = subprocess.run(arguments, capture_output=True, text=True)
+    result = subprocess.run([forking("minillm"), *arguments], capture_output=True, text=True)
     assert result.returncode == 1, "one prompt is refused"
     assert "1 of 24 prompts failed" in result.stderr
     assert (
@@ -206,6 +211,7 @@ def test_torchrun_starts_the_ranks_of_one_model_on_one_machine(
     assert "a model runs on the GPUs of one machine" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("modules_fork")
 def test_rows_pass_through_json_unchanged(tiny_model: Path, tmp_path: Path) -> None:
     """Parameters of every kind reach an engine in another process as they reach one in this."""
     lines = [

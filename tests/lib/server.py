@@ -22,10 +22,10 @@ from minillm.server.engine_process import Answer
 from minillm.service.call_messages import Complete, Ended, Text
 
 ROOT = Path(__file__).resolve().parents[2]
-_WITH_FORKED_ENGINES = """
+WITH_FORKED_MODULES = """
 import sys
-from minillm.service import client
-client.ENGINE_COMMAND = (sys.argv.pop(1), *client.ENGINE_COMMAND[1:])
+from minillm import system
+system.PYTHON = (sys.argv.pop(1), "-P")
 from minillm.cli.main import main
 sys.exit(main())
 """
@@ -103,7 +103,7 @@ def served(
     if forked == "server":
         command = [FORKING[0]("minillm")]
     elif forked == "engines":
-        command = [sys.executable, "-c", _WITH_FORKED_ENGINES, FORKING[0]("minillm")]
+        command = [sys.executable, "-c", WITH_FORKED_MODULES, FORKING[0]("minillm")]
     command += ["serve", str(model), "--port", "0", "--device", "cpu", *options]
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}

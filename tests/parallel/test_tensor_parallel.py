@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lib.engine import identity_of, run
 from lib.models import StateDict, hf_model
+from lib.server import WITH_FORKED_MODULES
 from lib.terminal import children
 from lib.torchrun import of_two_ranks, torchrun
 from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
@@ -486,6 +487,7 @@ BEAMS = BeamSearchParams(beam_width=3, max_tokens=8)
 
 
 @pytest.mark.weights
+@pytest.mark.usefixtures("modules_fork")
 def test_two_processes_say_what_one_says(llm: LLM) -> None:
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
     params: list[Params] = [GREEDY, GREEDY, BEAMS, GREEDY]
@@ -505,6 +507,7 @@ def test_two_processes_say_what_one_says(llm: LLM) -> None:
         two.generate(PROMPTS[0], GREEDY)
 
 
+@pytest.mark.usefixtures("modules_fork")
 def test_a_conversation_of_two_processes_goes_on_after_a_restart(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -565,7 +568,7 @@ def listening(pids: list[int]) -> set[str]:
     return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
 
-@pytest.mark.usefixtures("own_garbage")
+@pytest.mark.usefixtures("own_garbage", "modules_fork")
 def test_ranks_of_one_host_meet_where_nobody_else_can(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -583,6 +586,7 @@ def test_ranks_of_one_host_meet_where_nobody_else_can(
     assert not directory.exists()
 
 
+@pytest.mark.usefixtures("modules_fork")
 def test_a_rank_that_is_killed_ends_the_run_with_its_name(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, num_blocks=64)
     [pid] = other_ranks(llm)
@@ -596,6 +600,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name(tiny_model: Path) -> N
     assert llm.cache_stats().used_blocks == 0
 
 
+@pytest.mark.usefixtures("modules_fork")
 def test_a_rank_that_fails_says_why(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, num_blocks=64)
     line_of(llm.engine).send(b"[]")
@@ -605,15 +610,16 @@ def test_a_rank_that_fails_says_why(tiny_model: Path) -> None:
 
 
 def test_a_rank_that_never_starts_is_reported(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.executable", "/bin/false")
+    monkeypatch.setattr("minillm.system.PYTHON", ("/bin/false",))
     with pytest.raises(MinillmError, match="rank 1 of 2 ended with exit code 1 before it was ready"):
         LLM(str(tiny_model), device="cpu", tensor_parallel_size=2)
 
 
 @pytest.mark.slow
-def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model: Path) -> None:
+def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model: Path, forking: Callable[[str], str]) -> None:
     program = f"""
-from minillm import LLM
+from minillm import LLM, system
+system.PYTHON = ({forking("minillm")!r}, "-P")
 llm = LLM({str(tiny_model)!r}, device="cpu", tensor_parallel_size=2, num_blocks=64)
 [leader] = [each.leader for each in llm.engine.runner.observers if hasattr(each, "leader")]
 print(leader._lines.processes[1].pid, flush=True)
@@ -632,11 +638,11 @@ input()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["starting", "running"])
-def test_ctrl_c_ends_all_ranks(tiny_model: Path, when: str) -> None:
+def test_ctrl_c_ends_all_ranks(tiny_model: Path, when: str, forking: Callable[[str], str]) -> None:
     arguments = ["generate", "x", "y", "--model", str(tiny_model), "--device", "cpu", "--tensor-parallel-size", "2"]
     arguments += ["--num-blocks", "64", "--max-tokens", "100", "--ignore-eos", "--json"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "minillm", *arguments],
+        [sys.executable, "-c", WITH_FORKED_MODULES, forking("minillm"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,7 +3,7 @@
 A command then takes a tenth of a second to start, where a new process takes three. There are three kinds of process:
 
 - ``scripted`` has imported the scripted engine, and runs it.
-- ``minillm`` runs the commands of `minillm`, and ``-m minillm.service`` for an engine process. The engines of its
+- ``minillm`` runs the commands of `minillm`, and after ``-m`` the modules of its engines and ranks. Those of its
   commands are forks, too.
 - ``worker`` has collected all tests, and runs the workers of pytest-xdist.
 """
@@ -35,7 +35,12 @@ asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
 asked.connect({address!r})
 message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
-socket.send_fds(asked, [message], [0, 1, 2])
+streams = [0, 1, 2]
+if sys.argv[1:3] == ["-P", "-m"] and sys.argv[-1].isdigit():
+    streams.append(int(sys.argv[-1]))
+socket.send_fds(asked, [message], streams)
+for each in streams[3:]:
+    os.close(each)
 command = int(asked.recv(16))
 signal.signal(signal.SIGINT, lambda number, _: os.kill(command, number))
 sys.exit(int(asked.recv(16) or b"70"))
@@ -102,17 +107,21 @@ def serve(directory: Path, kinds: Sequence[str]) -> None:
 def _answer(asked: socket.socket, run: Run) -> None:
     """Run one command with the streams, the directory and the environment of the program that asks; then exit.
 
+    A module gets the socket whose number is its last argument, under another number.
+
     The program passes SIGINT on, and gets the exit code when temporary files are removed. The interpreter is not
     taken apart: with torch in it, that takes longer than most commands. If the program is killed, so is the command.
     """
     code = 70
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        message, streams, _, _ = socket.recv_fds(asked, _MOST, 3)
+        message, streams, _, _ = socket.recv_fds(asked, _MOST, 4)
         asked.send(str(os.getpid()).encode())
         arguments, directory, environment = json.loads(message)
-        for number, stream in enumerate(streams):
+        for number, stream in enumerate(streams[:3]):
             os.dup2(stream, number)
+        if streams[3:]:
+            arguments[-1] = str(streams[3])
         sys.stdin, sys.stdout, sys.stderr = (
             open(number, mode, buffering)  # noqa: SIM115
             for number, mode, buffering in ((0, "r", -1), (1, "w", -1), (2, "w", 1))
@@ -147,24 +156,31 @@ def commands(directory: Path) -> Run:
     """Import the modules of `minillm`. Return the function that runs a command."""
     import torch
 
-    from minillm.service import client
+    from minillm import system
 
-    client.ENGINE_COMMAND = (str(program(directory, "minillm")), *client.ENGINE_COMMAND[1:])
+    system.PYTHON = (str(program(directory, "minillm")), "-P")
 
     import minillm.cli.generate
+    import minillm.jobs.row_engine
     import minillm.llm
     import minillm.server.app
     import minillm.service.sessions  # noqa: F401
     from minillm.cli.main import main
+    from minillm.jobs import engine_processes
+    from minillm.loading import rank
     from minillm.service.__main__ import main as run_engine
 
     torch.set_num_threads(1)
+    modules: dict[str, Callable[[], int | None]] = {
+        "minillm.jobs.engine_processes": engine_processes.main, "minillm.loading.rank": rank.main,
+        "minillm.service": run_engine,
+    }  # fmt: skip
 
     def run(arguments: list[str]) -> int:
-        if "minillm.service" not in arguments[:3]:
+        if arguments[:1] not in (["-m"], ["-P"]):
             return main(arguments)
-        sys.argv = arguments[arguments.index("minillm.service") :]
-        return run_engine()
+        sys.argv = arguments[arguments.index("-m") + 1 :]
+        return modules[sys.argv[0]]() or 0
 
     return run
 
