@@ -26,7 +26,7 @@ from minillm.ui.chat.quitting import offer_draft, unfinished_work
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat_screen import ChatScreen, bindings_by_name, key_of
 from minillm.ui.engine_app import EngineApp, EngineEvent
-from minillm.ui.kept import Keeper
+from minillm.ui.preferences import PreferencesFile
 from minillm.ui.settings import Settings
 from minillm.ui.terminal import check_terminal, ending_on_signals, pasted_text
 from minillm.ui.textual_internals import TerminalDriver
@@ -52,7 +52,7 @@ class ChatApp(EngineApp):
         resumed: Conversation | None = None,
         *,
         question: str = "",
-        keeper: Keeper | None = None,
+        preferences_file: PreferencesFile | None = None,
         engine_command: Sequence[str] = ENGINE_COMMAND,
         server: str = "",
         driver_class: type[Driver] = TerminalDriver,
@@ -63,11 +63,11 @@ class ChatApp(EngineApp):
             store: the directory of saved conversations.
             resumed: the conversation to continue.
             question: a question to ask first.
-            keeper: stores changed settings for the next start.
+            preferences_file: stores changed settings for the next start.
             engine_command: the program to run as the engine process.
             server: address of the server that ``engine_command`` connects to; empty for an engine on this machine.
         """
-        super().__init__(settings, engine_command, driver_class, keeper, server)
+        super().__init__(settings, engine_command, driver_class, preferences_file, server)
         if settings.keymap:
             from minillm.ui.keymap import checked_keymap
 

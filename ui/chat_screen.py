@@ -20,7 +20,7 @@ from minillm.ui.engine_app import EngineApp, EngineEvent, EngineState
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import Pool
 from minillm.ui.memory_drawing import MemoryDrawing
-from minillm.ui.textual_internals import AsLargeAsTerminal, BearsRemovals
+from minillm.ui.textual_internals import FillsTerminal, IgnoresRemovedWidgets
 
 _SCROLLS = {"pageup": "page_up", "pagedown": "page_down", "ctrl+up": "up", "ctrl+down": "down", "ctrl+home": "home",
             "ctrl+end": "end"}  # fmt: skip
@@ -32,7 +32,7 @@ _KEYS = {
 _WIDTHS, _WIDTH_STEP, _USUAL_WIDTH = (25, 70), 5, 40  # widths of the memory panel, in percent: see `memory.tcss`
 
 
-class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
+class ChatScreen(FillsTerminal, IgnoresRemovedWidgets, Screen[None]):
     """Handles keys, and passes the engine's events to the chat pane or the memory panel."""
 
     app = getters.app(EngineApp)
@@ -132,7 +132,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
             pass
         elif pane.search.close():
             pane.prompt.focus()
-        elif pane.waiting.take_back():
+        elif pane.waiting.restore_to_prompt():
             pass
         elif pane.run is not None:
             pane.run.stop()
@@ -255,7 +255,7 @@ class ChatScreen(AsLargeAsTerminal, BearsRemovals, Screen[None]):
         cards, count = self.query(CandidateCard), self.chat_pane.prompt.num_picks
         return cards[len(cards) - count] if 0 < count <= len(cards) else None
 
-    def on_prompt_input_candidate_asked(self) -> None:
+    def on_prompt_input_candidate_requested(self) -> None:
         if (card := self._first_card) is not None:
             card.focus()
             card.action_whole_screen()

@@ -30,7 +30,7 @@ from minillm.ui.chat.sessions import SessionStore, SessionSummary
 from minillm.ui.engine_app import EngineCommand
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
-from minillm.ui.textual_internals import AsLargeAsTerminal, Options, PatientPalette, SteadyTextArea
+from minillm.ui.textual_internals import EarlyInputPalette, FillsTerminal, Options, SteadyTextArea
 
 if TYPE_CHECKING:
     from minillm.fit.verdicts import DeviceMemory
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
+class Dialog(FillsTerminal, ModalScreen[Result]):
     """A box in the middle of the screen. Closing it returns a result, or None."""
 
     BINDINGS = [  # noqa: RUF012
@@ -81,7 +81,7 @@ class Dialog(AsLargeAsTerminal, ModalScreen[Result]):
         self.dismiss(None)
 
 
-class Palette(PatientPalette):
+class Palette(EarlyInputPalette):
     """Textual's command palette, but it runs only one command, even if Enter is pressed several times."""
 
     @on(Input.Submitted)

@@ -20,7 +20,7 @@ _SHORTEST = 0.1  # minimum seconds between drawings
 _GATHER = 0.005  # seconds to wait for drawing requests of other widgets that have changed, to draw them all at once
 
 
-class Drawn(Widget):
+class TextCanvas(Widget):
     """Shows the content that ``make(width, height)`` returns for the widget's size in cells.
 
     `update` calls ``make`` again, and redraws only if the content has changed.

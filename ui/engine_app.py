@@ -18,9 +18,9 @@ from minillm.progress import Progress
 from minillm.service.client import EngineProcess
 from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading, Preparing
 from minillm.text.safe import clean_line
-from minillm.ui.kept import Keeper, Kept
+from minillm.ui.preferences import Preferences, PreferencesFile
 from minillm.ui.settings import Settings
-from minillm.ui.textual_internals import QuietApp
+from minillm.ui.textual_internals import CrashStoringApp
 from minillm.ui.themes import find_theme, for_terminal
 
 Phase = Literal["off", "loading", "ready", "failed", "crashed"]
@@ -54,14 +54,14 @@ class EngineCommand(Message):
 
 
 @dataclass
-class CommandAsked(Message):
+class CommandRequested(Message):
     """Asks the chat pane to run a slash command."""
 
     name: str
     argument: str = ""
 
 
-class EngineApp(QuietApp):
+class EngineApp(CrashStoringApp):
     """Runs the engine process, publishes its state, and passes on its events. It does not depend on any screen."""
 
     engine_state: reactive[EngineState] = reactive(EngineState())
@@ -72,12 +72,12 @@ class EngineApp(QuietApp):
         settings: Settings,
         engine_command: Sequence[str],
         driver_class: type[Driver],
-        keeper: Keeper | None = None,
+        preferences_file: PreferencesFile | None = None,
         server: str = "",
     ) -> None:
         super().__init__(driver_class=driver_class)
-        self._keeper = keeper  # None: nothing is saved
-        self.kept = Kept() if keeper is None else keeper.read()
+        self._preferences_file = preferences_file  # None: nothing is saved
+        self.preferences = Preferences() if preferences_file is None else preferences_file.read()
         self.set_reactive(EngineApp.settings, settings)
         self._use_theme(find_theme(settings.theme))
         self._engine_command, self._server = engine_command, server
@@ -157,7 +157,7 @@ class EngineApp(QuietApp):
         self.set_window_title(f"✓ {clean_line(title, 80)} · minillm")
 
     async def on_unmount(self) -> None:
-        self.give_title_back()
+        self.restore_window_title()
         self.workers.cancel_all()
         if self._engine is not None:
             await self._engine.stop()
@@ -170,18 +170,19 @@ class EngineApp(QuietApp):
 
     def watch_settings(self, before: Settings, after: Settings) -> None:
         """Save the settings that the user changed."""
-        if self._keeper is not None and (kept := self.kept.changed(before, after)) != self.kept:
-            self.keep(kept)
+        preferences = self.preferences.changed(before, after)
+        if self._preferences_file is not None and preferences != self.preferences:
+            self.save_preferences(preferences)
 
-    def keep(self, kept: Kept) -> None:
-        """Save ``kept`` for the next start. If that fails, show an error."""
-        self.kept = kept
-        self._try_to(lambda keeper: keeper.write(kept))
+    def save_preferences(self, preferences: Preferences) -> None:
+        """Save ``preferences`` for the next start. If that fails, show an error."""
+        self.preferences = preferences
+        self._try_to(lambda file: file.write(preferences))
 
-    def _try_to(self, write: Callable[[Keeper], None]) -> None:
-        if self._keeper is not None:
+    def _try_to(self, write: Callable[[PreferencesFile], None]) -> None:
+        if self._preferences_file is not None:
             try:
-                write(self._keeper)
+                write(self._preferences_file)
             except MinillmError as error:
                 self.notify(f"this will not be saved: {error}")
 
@@ -193,7 +194,7 @@ class EngineApp(QuietApp):
         """
         name = name or ("light" if self.current_theme.dark else "dark")
         self._use_theme(find_theme(name))
-        self._try_to(lambda keeper: keeper.write_theme(name))
+        self._try_to(lambda file: file.write_theme(name))
 
     def _use_theme(self, theme: Theme) -> None:
         theme = for_terminal(theme, self.console.color_system, without_color=self.no_color)

@@ -8,7 +8,7 @@ from minillm.ui.drawing import Drawing
 from minillm.ui.memory.panel import MemoryPanel
 
 
-def name_of_stranger(owner: str) -> str:
+def name_of_other_sequence(owner: str) -> str:
     """Return a name for a sequence that belongs to no turn of this conversation.
 
     On a server, it may belong to another client. ``owner`` is then a request's id such as ``chatcmpl-…``, or
@@ -80,7 +80,7 @@ class MemoryDrawing:
         name = self._pane.conversation.name_of(owner)
         if name is None:
             known = owner if owner in (SYSTEM_PROMPT, FILES) else self._earlier_names.get(owner)
-            return known or name_of_stranger(owner)
+            return known or name_of_other_sequence(owner)
         self._earlier_names[owner] = name
         several = pool is not None and len(pool.tables_of(owner)) > 1
         if not several and (leaf := self._pane.conversation.leaf) is not None and leaf.answer.request_id == owner:

@@ -75,7 +75,7 @@ def __getattr__(name: str) -> Any:
     return getattr(_markdown, name)
 
 
-class QuietApp(App[None]):
+class CrashStoringApp(App[None]):
     """An app that stores the exception that ended it, so that the app's caller can report the error in one line."""
 
     _has_titled = False
@@ -100,7 +100,7 @@ class QuietApp(App[None]):
             self._driver.write(f"{keep}\x1b]2;{title}\x07")
             self._driver.flush()
 
-    def give_title_back(self) -> None:
+    def restore_window_title(self) -> None:
         """Restore the window's original title."""
         if self._has_titled and self._driver is not None:
             self._has_titled = False
@@ -142,7 +142,7 @@ class Growing:
         return resized
 
 
-class BearsRemovals:
+class IgnoresRemovedWidgets:
     """Mixin for a screen: a click on a removed widget selects no text.
 
     A removed widget stays visible until the next layout. If the user clicked it, Textual would look for the region of
@@ -157,7 +157,7 @@ class BearsRemovals:
         return (None, None) if is_removed else (widget, offset)
 
 
-class AsLargeAsTerminal:
+class FillsTerminal:
     """Mixin for a screen: it always has the terminal's current size, even if an older resize event says otherwise.
 
     A screen sends itself a resize event with its size when it is laid out. During a `batch_update`, two events with
@@ -170,7 +170,7 @@ class AsLargeAsTerminal:
         event.size = self.app.size
 
 
-class KeepsPlace:
+class HoldsPosition:
     """Mixin for a scrolling container: it can hold one child in place while other children are added or removed.
 
     The container scrolls during the layout that moves the children, so nothing jumps on the screen. Like `Growing`, the
@@ -178,10 +178,10 @@ class KeepsPlace:
     """
 
     _kept: tuple[Widget, int] | None = None
-    _is_laid_out = False  # whether a layout has happened since `keep_place`
+    _is_laid_out = False  # whether a layout has happened since `hold_position`
 
-    def keep_place(self, child: Widget, line: int) -> None:
-        """Hold line ``line`` of ``child`` at the top of the screen, from the next layout until `give_place_up`."""
+    def hold_position(self, child: Widget, line: int) -> None:
+        """Hold line ``line`` of ``child`` at the top of the screen, from the next layout until `release_position`."""
         self._kept, self._is_laid_out = (child, line), False
 
     @property
@@ -191,27 +191,27 @@ class KeepsPlace:
 
     @property
     def waits_for_layout(self) -> bool:
-        """Return whether a place is held, but no layout has happened since `keep_place`.
+        """Return whether a place is held, but no layout has happened since `hold_position`.
 
         Callers need this, because Textual's ``call_after_refresh`` may call a function before the layout.
         """
         return self._kept is not None and not self._is_laid_out
 
-    def give_place_up(self) -> None:
+    def release_position(self) -> None:
         self._kept = None
 
     @property
-    def is_held_at_end(self) -> bool:
+    def is_anchored_to_end(self) -> bool:
         """Return whether each layout scrolls to the end, because the user has scrolled to the end."""
         assert isinstance(self, Widget)
         return self._anchored and not self._anchor_released
 
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
-        """Arrange the children, and scroll so that the line held by `keep_place` does not move on the screen."""
+        """Arrange the children, and scroll so that the line held by `hold_position` does not move on the screen."""
         assert isinstance(self, Widget)
         result: DockArrangeResult = super().arrange(size, optimal)  # type: ignore[misc]
         self._is_laid_out = True
-        if self._kept is not None and not self.is_held_at_end:
+        if self._kept is not None and not self.is_anchored_to_end:
             child, line = self._kept
             for placement in result.placements:
                 if placement.widget is child:
@@ -241,7 +241,7 @@ class SteadyScrollView(ScrollView):
         return super()._size_updated(size, virtual_size, container_size, layout)
 
 
-class Becoming:
+class UpdatesItself:
     """Mixin for a Markdown block that grows in its own way: Textual calls `become` when its text grows."""
 
     async def become(self, block: MarkdownBlock) -> None:
@@ -252,16 +252,16 @@ class Becoming:
         await self.become(block)
 
 
-class HearsOfGrowth:
-    """Mixin for a Markdown block that is told when Textual has made it grow: `has_become` is called."""
+class NotifiedOfText:
+    """Mixin for a Markdown block that is told when Textual has made it grow: `text_changed` is called."""
 
-    def has_become(self, block: MarkdownBlock) -> None:
+    def text_changed(self, block: MarkdownBlock) -> None:
         """React to new text: this block now shows ``block``, its later version. A subclass implements this."""
         raise NotImplementedError
 
     async def _update_from_block(self, block: MarkdownBlock) -> None:
         await super()._update_from_block(block)  # type: ignore[misc]
-        self.has_become(block)
+        self.text_changed(block)
 
 
 async def update_block(block: MarkdownBlock, later: MarkdownBlock) -> None:
@@ -274,7 +274,7 @@ def parts_of(block: MarkdownBlock) -> list[MarkdownBlock]:
     return block._blocks
 
 
-def keep_content(block: MarkdownBlock, content: Content) -> None:
+def store_content(block: MarkdownBlock, content: Content) -> None:
     block._content = content
 
 
@@ -312,7 +312,7 @@ class _Commands(CommandList, Options, can_focus=False):
     """The list in the command palette."""
 
 
-class PatientPalette(AsLargeAsTerminal, CommandPalette):
+class EarlyInputPalette(FillsTerminal, CommandPalette):
     """A command palette that can be paged and clicked before its list has been laid out."""
 
     def compose(self) -> ComposeResult:
@@ -389,7 +389,7 @@ class TerminalDriver(LinuxDriver):
                     for event in parser.feed(text):
                         self.process_message(event)
 
-        assert isinstance(self._app, QuietApp)
+        assert isinstance(self._app, CrashStoringApp)
         typed, self._app.typed_before = self._app.typed_before, b""  # only once: this runs again after a suspension
         process(typed)
         with selectors.DefaultSelector() as selector:

@@ -162,7 +162,7 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
     def text(color: Color, least: float = LEAST_TEXT, on: Sequence[Color] = grounds) -> str:
         return readable(color, on, goal, least, kinds).hex
 
-    def telling(color: Color) -> str:
+    def distinct_color(color: Color) -> str:
         """Return a readable variant of a color that tells sequences apart.
 
         Such colors never appear on a panel. So they need less blending, and differ more from each other.
@@ -186,9 +186,9 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
     if from_answers(shades["secondary"]) < _ALIKE:  # shared blocks would look like blocks of a single answer
         ours = _COLORS["secondary"][0 if theme.dark else 1]
         shades["secondary"] = max(shades["secondary"], shades["accent"], ours, key=from_answers)
-    colors = {name: telling(Color.parse(shades[name])) for name in _MEANINGS}
+    colors = {name: distinct_color(Color.parse(shades[name])) for name in _MEANINGS}
     colors["accent"] = (
-        colors["primary"] if shades["accent"] == shades["primary"] else telling(Color.parse(shades["accent"]))
+        colors["primary"] if shades["accent"] == shades["primary"] else distinct_color(Color.parse(shades["accent"]))
     )
     parsed = {name: Color.parse(each) for name, each in colors.items()}
     dim = text(ground.blend(foreground, 0.7))
@@ -197,7 +197,7 @@ def legible(theme: Theme, kinds: Set[str] = frozenset({"truecolor"})) -> Theme:
     variables = {
         **theme.variables,
         **{f"text-{name}": text(color) for name, color in parsed.items()},
-        **{f"strand-{number}": each for number, each in enumerate([*own, *map(telling, between)])},
+        **{f"strand-{number}": each for number, each in enumerate([*own, *map(distinct_color, between)])},
         "text": foreground.hex, "text-muted": dim, "text-disabled": dim, "dim": dim,
         "frame": text(ground.blend(foreground, 0.3), LEAST_FRAME),
         "footer-key-foreground": colors["primary"], "footer-background": ground.hex, "footer-foreground": dim,
@@ -227,13 +227,13 @@ def nearest_in_cube(color: Color, grounds: Sequence[Color], taken: Set[Color]) -
     The result is readable on ``grounds``, not a gray, and not in ``taken``. For the similarity, the hue counts most.
     """
 
-    def unlikeness(other: Color) -> float:
+    def dissimilarity(other: Color) -> float:
         turn = abs(color.hsl.h - other.hsl.h)
         return _distance(color, other) ** 2 + (_HUE * min(turn, 1 - turn)) ** 2
 
     least = LEAST_TEXT + _SPARE
     legible = (each for each in _CUBE if each not in taken and all(contrast(each, on) >= least for on in grounds))
-    return min(legible, key=unlikeness)
+    return min(legible, key=dissimilarity)
 
 
 def _distance(one: Color, other: Color) -> float:

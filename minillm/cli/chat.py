@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def chat(arguments: argparse.Namespace) -> int:
     """Chat with a model, in the app or line by line. Invalid options are reported before the terminal changes."""
     from minillm.ui.chat.sessions import SessionStore
-    from minillm.ui.kept import Keeper
+    from minillm.ui.preferences import PreferencesFile
     from minillm.ui.settings import Settings, load_settings
     from minillm.ui.terminal import check_terminal, is_plain_only
 
@@ -40,8 +40,8 @@ def chat(arguments: argparse.Namespace) -> int:
     sampling = given(arguments, SamplingParams)
     beams = {name: value for name, value in given(arguments, BeamSearchParams).items() if name not in sampling}
     flags = Settings(model, engine, sampling, beams, arguments.system or "", arguments.theme or "")
-    keeper = Keeper.of_user(arguments.config)
-    settings = load_settings(config, flags, keeper.read())
+    preferences_file = PreferencesFile.of_user(arguments.config)
+    settings = load_settings(config, flags, preferences_file.read())
     if "prompt_logprobs" in settings.sampling:
         raise UsageError(
             "prompt_logprobs work only in `minillm generate`, because the chat does not show them; leave them out"
@@ -71,7 +71,10 @@ def chat(arguments: argparse.Namespace) -> int:
         program = remote_engine(arguments.server) if arguments.server else ENGINE_COMMAND
         server = program[-1] if arguments.server else ""
         question = arguments.question or ""
-        app = ChatApp(settings, store, resumed, question=question, keeper=keeper, engine_command=program, server=server)
+        app = ChatApp(
+            settings, store, resumed, question=question, preferences_file=preferences_file, engine_command=program,
+            server=server,
+        )  # fmt: skip
         return run(app, answer.typed)
     finally:
         gc.enable()

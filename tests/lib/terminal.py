@@ -142,7 +142,7 @@ class Session:
             yield time.monotonic() - began - max(0.0, waited_for_processor(self.process.pid) - starved) < seconds
 
     def _story(self) -> str:
-        """Return the last output, the number of unread keys, the processes, and the output of `telling`."""
+        """Return the last output, the number of unread keys, the processes, and the output of `state_dump`."""
         shown = self.output[-600:]
         waiting = struct.unpack("i", fcntl.ioctl(self._slave, termios.FIONREAD, b"\0" * 4))[0]
         processes = [self.process.pid, *children(self.process.pid)]

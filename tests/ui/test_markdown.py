@@ -168,15 +168,15 @@ async def test_what_stands_below_a_growing_paragraph_is_shown_in_a_line_that_it_
     async with app.run_test(size=(40, 60)) as pilot:
         markdown = app.query_one(ModelMarkdown)
         await markdown.append_text("A word", 3)
-        assert markdown.say_below("1 token") == 3, "before it has its place, too"
+        assert markdown.show_below("1 token") == 3, "before it has its place, too"
         await pilot.pause()
         lines = [line.rstrip() for line in seen(pilot).splitlines()]
         assert lines[:3] == ["A word", "1 token", ""]
         await markdown.append_text(" and many more words until there are" * 4, 3)
-        assert markdown.say_below("9 tokens") == 0, "all lines are full"
+        assert markdown.show_below("9 tokens") == 0, "all lines are full"
         await markdown.append_text("\n\n- an item", 3)
         await pilot.pause()
-        assert markdown.say_below("9 tokens") == 0, "a list takes none ahead"
+        assert markdown.show_below("9 tokens") == 0, "a list takes none ahead"
         assert "token" not in seen(pilot)
         assert [block.content_size.height for block in markdown.children] == [4, 1]
 

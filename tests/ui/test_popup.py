@@ -21,7 +21,7 @@ from minillm.ui.chat.files import (
     folded_files,
     holds_file,
     is_path,
-    paths_begun,
+    matching_paths,
     with_files,
 )
 from minillm.ui.chat.popup import Popup
@@ -172,7 +172,7 @@ def test_paths_out_of_the_folder_are_found_by_their_beginning(
     monkeypatch.setenv("HOME", str(folder))
     given, *names = (each.format(folder, name=folder.name) for each in (letters, *expected))
     assert is_path(given)
-    assert paths_begun(given, folder) == names
+    assert matching_paths(given, folder) == names
 
 
 @pytest.mark.anyio

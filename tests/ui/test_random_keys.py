@@ -12,7 +12,7 @@ import pytest
 from lib.gestures import something
 from lib.terminal import CHAT, PROGRAMS, Session, session
 
-TELLING = str(PROGRAMS / "telling.py")
+STATE_DUMP = str(PROGRAMS / "state_dump.py")
 SESSIONS = int(os.environ.get("SOAK_SESSIONS", "60"))
 SIZES = [(80, 24), (130, 40), (40, 10), (200, 60), (20, 5)]
 
@@ -43,7 +43,7 @@ def test_random_keys(engine: str, tiny_model: Path, tmp_path: Path) -> None:
     for seed in range(SESSIONS):
         rng = random.Random(seed)
         options = ("--device", "cpu", "--num-blocks", "40", "--max-tokens", str(rng.choice([8, 60])))
-        real = (sys.executable, TELLING, "chat", "--model", str(tiny_model), *options)
+        real = (sys.executable, STATE_DUMP, "chat", "--model", str(tiny_model), *options)
         environment = {"MINILLM_DATA": str(tmp_path), "MINILLM_CONFIG": str(tmp_path / "none.toml")}
         with session(real if engine == "real" else CHAT, size=rng.choice(SIZES), environment=environment) as running:
             typed = type_at_random(running, rng)

@@ -15,7 +15,7 @@ from minillm.service.messages import CacheChanged, Preparing, TableView
 from minillm.ui.app import ChatApp
 from minillm.ui.bars import StatusBar, TitleBar
 from minillm.ui.chat.conversation import Conversation
-from minillm.ui.chat.engine_words import status_of
+from minillm.ui.chat.engine_status import status_of
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.engine_app import EngineState
 from minillm.ui.memory.pool import Pool

@@ -14,7 +14,7 @@ from minillm.ui.bars import KeyBar
 from minillm.ui.memory.logs import EventLog
 from minillm.ui.memory.panel import MemoryPanel
 from minillm.ui.memory.pool import COPIED
-from minillm.ui.memory.strands import Strands, dissolved
+from minillm.ui.memory.strands import Strands, with_blanks
 from minillm.ui.memory.tree import HEAD, block_trees, few, most_that_fit, root_and_fork, strand_lines, tree_lines
 
 pytestmark = pytest.mark.anyio
@@ -87,11 +87,11 @@ async def test_ghosts_take_only_the_space_that_the_living_leave() -> None:
 
 def test_words_dissolve_to_nothing() -> None:
     text = "a word 日本 and another"
-    assert dissolved(text, -0.5) == text
-    half = dissolved(text, 0.5)
+    assert with_blanks(text, -0.5) == text
+    half = with_blanks(text, 0.5)
     assert 0 < len(half.replace(" ", "")) < len(text.replace(" ", ""))
-    assert not dissolved(text, 1.0).strip()
-    assert "·" not in dissolved(text, 0.7)
+    assert not with_blanks(text, 1.0).strip()
+    assert "·" not in with_blanks(text, 0.7)
 
 
 def test_a_copy_is_marked_as_long_as_its_block_lives() -> None:

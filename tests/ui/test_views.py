@@ -474,9 +474,9 @@ async def test_a_copy_on_write_a_hit_and_a_sequence_that_goes_are_seen_for_a_mom
         monkeypatch.setattr(strands, "_WORDS", 0.0)
         panel.query_one(Strands)._fade()
         await pilot.pause()
-        assert "╎" not in seen(pilot), "the words have dissolved"
+        assert "╎" not in seen(pilot), "the words are blank"
         pool.copies[60] = Copy(21, -100.0)
-        pool.left[0] = replace(pool.left[0], moment=-100.0)
+        pool.ended[0] = replace(pool.ended[0], moment=-100.0)
         panel.query_one(Strands)._fade()
         await pilot.pause()
         assert "❐ 21→60" in seen(pilot), "as long as its block lives"
@@ -517,7 +517,7 @@ async def test_a_sequence_that_goes_on_in_another_table_has_not_gone() -> None:
         feed(panel, pool, CacheChanged([table(9, "turn 2", 0, "idle", 80, [0, 1, 2, 4, 5, 20])], gone=[3]))
         await pilot.pause()
         assert "freed" not in seen(pilot)
-        assert not pool.left
+        assert not pool.ended
         lines = [line for line in seen(pilot).splitlines() if "turn 2 ·" in line]
         assert ["turn 2 · 1" in line for line in lines] == [True, False], "in the order of the answers"
 
@@ -537,7 +537,7 @@ def test_blocks_that_come_back_are_counted_once() -> None:
     pool = new_pool()
     pool.apply(CacheChanged([table(1, "a", 0, "idle", 32, [1, 2]), table(2, "a", 1, "idle", 48, [1, 2, 3])]))
     pool.apply(CacheChanged([], gone=[1, 2]))
-    assert [len(left.words) for left in pool.left] == [2, 1]
+    assert [len(ended.words) for ended in pool.ended] == [2, 1]
 
 
 @pytest.mark.anyio

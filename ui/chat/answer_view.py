@@ -115,7 +115,7 @@ class AnswerView(Growing, Vertical):
         words = summary(self.answer)
         # If the text has reserved blank lines, show the summary in one of them. Below them, it would follow a gap.
         part = None if isinstance(self._part, ReasoningView) else self._part
-        ahead = part.say_below(words) if part is not None and self.answer.is_open else 0
+        ahead = part.show_below(words) if part is not None and self.answer.is_open else 0
         self.block_marks.num_blank = ahead
         update_in_place(self._summary, Content("" if ahead else words))
 

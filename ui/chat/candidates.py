@@ -17,7 +17,7 @@ from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.answer_view import summary
 from minillm.ui.chat.conversation import Answer, Candidate
 from minillm.ui.drawing import update_in_place
-from minillm.ui.engine_app import CommandAsked
+from minillm.ui.engine_app import CommandRequested
 from minillm.ui.memory.pool import NUM_COLORS
 from minillm.ui.numbers import count, plural
 
@@ -87,7 +87,7 @@ class CandidateCard(VerticalScroll, can_focus=True):
             self.action_accept()
 
     def action_accept(self) -> None:
-        self.post_message(CommandAsked("accept", str(self.index + 1)))
+        self.post_message(CommandRequested("accept", str(self.index + 1)))
 
     def action_whole_screen(self) -> None:
         if self.screen.maximized is None:

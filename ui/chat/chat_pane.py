@@ -16,7 +16,7 @@ from minillm.ui.chat.answer_run import AnswerRun, Ending
 from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.conversation import Candidate, Conversation, Turn
 from minillm.ui.chat.engine_options import EngineOptions
-from minillm.ui.chat.engine_words import full_context, notes_of, reason_to_wait, status_of
+from minillm.ui.chat.engine_status import full_context, notes_of, reason_to_wait, status_of
 from minillm.ui.chat.files import with_files
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
@@ -26,7 +26,7 @@ from minillm.ui.chat.slash import CommandTable, is_command
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.chat.waiting import WaitingQuestions
 from minillm.ui.drawing import Drawing
-from minillm.ui.engine_app import CommandAsked, EngineApp, EngineCommand, EngineEvent, EngineState
+from minillm.ui.engine_app import CommandRequested, EngineApp, EngineCommand, EngineEvent, EngineState
 from minillm.ui.memory.pool import Pool
 
 _SAVE_INTERVAL = 2.0  # seconds between saves while an answer grows
@@ -108,7 +108,7 @@ class ChatPane(Vertical):
             await self._ask_waiting()
             self._read_ahead()
         elif state.phase != "loading":
-            self.waiting.take_back()
+            self.waiting.restore_to_prompt()
         self.refresh_status()
 
     async def on_engine_event(self, message: EngineEvent) -> None:
@@ -174,7 +174,7 @@ class ChatPane(Vertical):
             else:
                 await self._ask(question)
 
-    async def on_command_asked(self, message: CommandAsked) -> None:
+    async def on_command_requested(self, message: CommandRequested) -> None:
         await self.run_command(message.name, message.argument)
 
     async def run_command(self, name: str, argument: str = "") -> None:
@@ -217,7 +217,7 @@ class ChatPane(Vertical):
             turn.answer.candidates = [Candidate(depth=depth) for depth in depths]
         self.transcript.select(None)
         await self.transcript.show_path(self.conversation)
-        self.app.give_title_back()
+        self.app.restore_window_title()
         self.begin(turn).ask()
         self.refresh_status()
         self.save()
@@ -260,7 +260,7 @@ class ChatPane(Vertical):
             await self.transcript.add_note(ending.error, "error")
         if ending.reason in ("stop", "length") and not run.answer.candidates:
             await self._ask_waiting()
-        elif self.waiting.take_back() and run.answer.candidates:
+        elif self.waiting.restore_to_prompt() and run.answer.candidates:
             self.notify("choose an answer first, or press Enter to take the first one and ask")
 
     async def accept(self, turn: Turn, index: int) -> None:

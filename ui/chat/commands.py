@@ -20,11 +20,11 @@ from minillm.ui.chat.compact import Compaction
 from minillm.ui.chat.compact import undo as undo_summary
 from minillm.ui.chat.conversation import Conversation, Fork, Turn
 from minillm.ui.chat.editor import edited
-from minillm.ui.chat.engine_words import reason_to_wait
+from minillm.ui.chat.engine_status import reason_to_wait
 from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.kept import BUILT_IN
 from minillm.ui.numbers import count, plural
+from minillm.ui.preferences import BUILT_IN
 from minillm.ui.settings import settings_summary, with_param
 
 COMMANDS = CommandTable()
@@ -294,12 +294,13 @@ async def set_parameter(pane: ChatPane, words: str) -> None:
 async def use_preset(pane: ChatPane, words: str) -> None:
     app, (verb, _, name) = pane.app, words.partition(" ")
     if not words:
-        pane.notify(f"presets: {', '.join({**BUILT_IN, **app.kept.presets})}")
+        pane.notify(f"presets: {', '.join({**BUILT_IN, **app.preferences.presets})}")
     elif verb in ("save", "delete"):
-        app.keep(app.kept.with_preset(name.strip(), app.settings.sampling if verb == "save" else None))
+        sampling = app.settings.sampling if verb == "save" else None
+        app.save_preferences(app.preferences.with_preset(name.strip(), sampling))
         pane.notify(f"preset {name.strip()} {verb}d")
     else:
-        _change(pane, sampling=dict(app.kept.preset(words)), beams={})
+        _change(pane, sampling=dict(app.preferences.preset(words)), beams={})
         pane.notify(f"next question: {words} ({settings_summary(app.settings)})")
 
 

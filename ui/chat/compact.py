@@ -14,7 +14,7 @@ _REQUEST = (
     "Write plain sentences, and nothing else."
 )
 _LONGEST = 400  # maximum tokens of a summary
-_COLDNESS = {"temperature": 0.0, "max_tokens": _LONGEST, "repetition_penalty": 1.1}
+_SUMMARY_PARAMS = {"temperature": 0.0, "max_tokens": _LONGEST, "repetition_penalty": 1.1}
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Compaction:
         stays = second_half(conversation)
         history = [*conversation.messages(system, before=stays), {"role": "user", "content": _REQUEST}]
         compaction = cls(conversation, stays, conversation.new_request_id(), send)
-        name, params, left = conversation.conversation_id, dict(_COLDNESS), _LONGEST // 4
+        name, params, left = conversation.conversation_id, dict(_SUMMARY_PARAMS), _LONGEST // 4
         send(messages.Generate(compaction.request_id, name, history, params, thinks=False, min_context_left=left))
         return compaction
 

@@ -8,10 +8,10 @@ import tempfile
 from pathlib import Path
 
 from minillm.errors import UsageError
-from minillm.ui.textual_internals import QuietApp
+from minillm.ui.textual_internals import CrashStoringApp
 
 
-def edited(app: QuietApp, text: str) -> str:
+def edited(app: CrashStoringApp, text: str) -> str:
     """Open ``text`` in ``$VISUAL``, ``$EDITOR`` or vi. Return the text as the user has saved it.
 
     Raises:

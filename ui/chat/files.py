@@ -64,7 +64,7 @@ def is_path(letters: str) -> bool:
     return letters.startswith(("/", "./", "../")) or (letters.startswith("~") and "/" in letters)
 
 
-def paths_begun(letters: str, folder: Path) -> list[str]:
+def matching_paths(letters: str, folder: Path) -> list[str]:
     """Return the paths that begin with ``letters``, sorted. Folders end in a slash.
 
     Hidden files are included only after a dot. ``folder`` is the base of relative paths.
@@ -106,7 +106,7 @@ def _score(name: str, letters: str) -> int | None:
     return gaps
 
 
-def begun_mention(line: str) -> tuple[int, str] | None:
+def unfinished_mention(line: str) -> tuple[int, str] | None:
     """Find an ``@name`` at the end of ``line``. Return the column of the @, and the letters of the name so far.
 
     Return None if the line does not end with an ``@name``.

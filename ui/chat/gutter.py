@@ -5,7 +5,7 @@ from itertools import groupby
 from textual.content import Content
 
 from minillm.ui.chat.conversation import Answer
-from minillm.ui.drawing import Drawn
+from minillm.ui.drawing import TextCanvas
 from minillm.ui.memory.pool import NUM_COLORS, BlockState, Pool
 from minillm.ui.textual_internals import Growing
 
@@ -14,7 +14,7 @@ _SHARED, _OWN, _FILLING = ("┃", "┣"), ("│", "├"), ("╎", "├")
 _LOOKS = {BlockState.SHARED: _SHARED, BlockState.PINNED: _SHARED, BlockState.CACHED: _SHARED, BlockState.OWNED: _OWN}
 
 
-class Gutter(Growing, Drawn):
+class Gutter(Growing, TextCanvas):
     """Shows a vertical line for each cache block of an answer. The first line is the block of the answer's first token.
 
     The gutter is empty if the answer's blocks are freed.

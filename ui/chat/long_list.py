@@ -15,7 +15,7 @@ from textual.reactive import var
 from textual.widget import Widget
 
 from minillm.ui.chat import window
-from minillm.ui.textual_internals import Growing, KeepsPlace
+from minillm.ui.textual_internals import Growing, HoldsPosition
 
 Item = TypeVar("Item", bound=Hashable)
 
@@ -30,7 +30,7 @@ class Blank(Widget):
         self.styles.height = 0
 
 
-class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
+class LongList(HoldsPosition, Growing, VerticalScroll, Generic[Item]):
     """A list of items, each with a view (a widget) while it is mounted. Subclasses create the views.
 
     The mounted items are a run of consecutive items near the visible items; `minillm.ui.chat.window` chooses them.
@@ -84,7 +84,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
 
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
         """Arrange the views, and schedule the changes of the mounted items that must follow this layout."""
-        if self.is_held_at_end and self.shown.stop < len(self.items):
+        if self.is_anchored_to_end and self.shown.stop < len(self.items):
             self.call_after_refresh(self._follow)  # this layout scrolls, without a message about it
         if self.waits_for_layout:
             self.call_after_refresh(self._settle)
@@ -196,7 +196,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
     async def _move(self) -> None:
         """Mount the items around the visible ones. The visible items stay in place on the screen.
 
-        If the next layout will scroll elsewhere (`keep_place`), do nothing: `_settle` checks again after that layout.
+        If the next layout will scroll elsewhere (`hold_position`), do nothing: `_settle` checks again after it.
         """
         async with self._changing:
             try:
@@ -220,7 +220,7 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         with self.app.batch_update():
             await self._mount(wanted)
             if index in wanted:
-                self.keep_place(self.views[index - wanted.start], line)
+                self.hold_position(self.views[index - wanted.start], line)
 
     def _settle(self) -> None:
         """Finish a change of the mounted items, once the screen has been laid out.
@@ -230,6 +230,6 @@ class LongList(KeepsPlace, Growing, VerticalScroll, Generic[Item]):
         """
         if self._changing.locked() or self.waits_for_layout:
             return
-        self.give_place_up()
+        self.release_position()
         self._measure()
         self._follow()

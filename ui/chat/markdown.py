@@ -34,14 +34,14 @@ from minillm.text.safe import clean, clean_line
 from minillm.ui.chat.markdown_rules import keep_as_written
 from minillm.ui.drawing import settle, update_in_place
 from minillm.ui.textual_internals import (
-    Becoming,
     Growing,
-    HearsOfGrowth,
     MarkdownListItem,
     MarkdownParagraph,
     MarkdownTable,
-    keep_content,
+    NotifiedOfText,
+    UpdatesItself,
     parts_of,
+    store_content,
     update_block,
 )
 
@@ -141,11 +141,11 @@ class Paragraph(Growing, MarkdownParagraph):
     _below = ""
 
     def set_content(self, content: Content) -> None:
-        keep_content(self, content)
+        store_content(self, content)
         self._below = ""
         update_in_place(self, content, self.parent.lines_ahead if isinstance(self.parent, ModelMarkdown) else 0)
 
-    def say_below(self, text: str) -> int:
+    def show_below(self, text: str) -> int:
         """Show ``text`` in a reserved line below the paragraph until the paragraph grows.
 
         Return the number of reserved lines. If it is 0, the text is not shown.
@@ -167,7 +167,7 @@ class Paragraph(Growing, MarkdownParagraph):
         return Content.assemble(visual, "\n", (self._below, "$text-muted"))
 
 
-class GrowingList(Becoming, MarkdownBlock):
+class GrowingList(UpdatesItself, MarkdownBlock):
     """A list that grows at its end, without changes to earlier items.
 
     Textual would rebuild the whole list whenever text is added, because a list is one block, and the last block of a
@@ -242,7 +242,7 @@ class Fence(MarkdownFence):
     """A code block that grows in place. Its text is only highlighted if a language is given."""
 
     def set_content(self, content: Content) -> None:
-        keep_content(self, content)
+        store_content(self, content)
         with suppress(NoMatches):
             label = self.query_one("#code-content", Label)
             if max(map(cell_len, content.plain.split("\n"))) <= label.content_size.width:
@@ -268,7 +268,7 @@ def _legible_code() -> type[HighlightTheme]:
     return type("LegibleCode", (HighlightTheme,), {"STYLES": styles})
 
 
-class Table(HearsOfGrowth, MarkdownTable):
+class Table(NotifiedOfText, MarkdownTable):
     """A table. The second line of its source sets the alignment of the columns."""
 
     def __init__(self, markdown: Markdown, token: Token) -> None:
@@ -279,7 +279,7 @@ class Table(HearsOfGrowth, MarkdownTable):
         for number, cell in enumerate(self.query(".header, .cell")):
             cell.set_styles(f"text-align: {self._columns[number % len(self._columns)] or 'left'};")
 
-    def has_become(self, block: MarkdownBlock) -> None:
+    def text_changed(self, block: MarkdownBlock) -> None:
         if isinstance(block, Table) and self.is_attached:
             self._columns = block._columns
             self.on_mount()
@@ -333,20 +333,20 @@ class ModelMarkdown(Growing, Markdown):
             widgets[0].add_class(_FIRST, update=False)
         return super().mount(*widgets, before=before, after=after)
 
-    def say_below(self, text: str) -> int:
+    def show_below(self, text: str) -> int:
         """Show ``text`` in a blank line that the last paragraph has reserved below its own text.
 
         Return the number of reserved lines. If it is 0, the text is not shown.
         """
         last = self._last_block
-        return last.say_below(text) if isinstance(last, Paragraph) else 0
+        return last.show_below(text) if isinstance(last, Paragraph) else 0
 
     def end(self) -> None:
         self._settle(self._last_block)
 
     def _settle(self, block: Widget | None) -> None:
         if isinstance(block, Paragraph):
-            block.say_below("")
+            block.show_below("")
         if block is not None:
             settle(block)
 

@@ -20,18 +20,18 @@ from textual.widgets.text_area import Edit, EditResult, Location
 
 from minillm.text.safe import clean
 from minillm.ui.chat.files import (
-    begun_mention,
     best_matches,
     dropped_files,
     files_below,
     folded_files,
     is_path,
+    matching_paths,
     mention,
-    paths_begun,
+    unfinished_mention,
 )
 from minillm.ui.chat.popup import Popup, PopupEntry
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.engine_app import CommandAsked
+from minillm.ui.engine_app import CommandRequested
 from minillm.ui.numbers import count, plural
 from minillm.ui.textual_internals import SteadyTextArea
 
@@ -62,7 +62,7 @@ class PromptInput(SteadyTextArea):
         text: str
 
     @dataclass
-    class CandidateAsked(Message):
+    class CandidateRequested(Message):
         """The user pressed Space in an empty prompt: show the first candidate in full screen."""
 
     def __init__(self, commands: CommandTable, popup: Popup) -> None:
@@ -114,12 +114,12 @@ class PromptInput(SteadyTextArea):
                 for each in found
             ]  # fmt: skip
         row, column = self.cursor_location
-        begun = begun_mention(self.document.get_line(row)[:column])
+        begun = unfinished_mention(self.document.get_line(row)[:column])
         if begun is None:
             return []
         start, letters = begun
         if is_path(letters):
-            names = paths_begun(letters, Path.cwd())[:_MOST_OFFERED]
+            names = matching_paths(letters, Path.cwd())[:_MOST_OFFERED]
         else:
             if self._files is None:
                 self._files = files_below(Path.cwd())
@@ -228,7 +228,7 @@ class PromptInput(SteadyTextArea):
         )
 
     async def on_key(self, event: events.Key) -> None:
-        if self._took(event):
+        if self._handle_special_key(event):
             event.stop()
             event.prevent_default()
 
@@ -239,23 +239,23 @@ class PromptInput(SteadyTextArea):
 
     def _accept(self, number: str) -> None:
         """Accept the candidate that the user selected by typing a digit, unless the selection was canceled."""
-        if self._keep_from_taking():
-            self.post_message(CommandAsked("accept", number))
+        if self._cancel_pick():
+            self.post_message(CommandRequested("accept", number))
 
-    def _keep_from_taking(self) -> bool:
+    def _cancel_pick(self) -> bool:
         """Cancel the choice of a candidate by digit that waits to take effect. Return False if no choice waits."""
         pick, self._pick = self._pick, None
         if pick is not None:
             pick.stop()
         return pick is not None
 
-    def _took(self, event: events.Key) -> bool:
+    def _handle_special_key(self, event: events.Key) -> bool:
         """Handle a key with a special meaning in this text area. Return False for any other key."""
         picked, self._picked = self._picked, ""
         if picked and not self.text and self._is_text_after_digit(event.character or ""):
             self.insert(picked + (event.character or ""))  # "2 more colors please": it was text
-            if not self._keep_from_taking():
-                self.post_message(CommandAsked("undo"))
+            if not self._cancel_pick():
+                self.post_message(CommandRequested("undo"))
             return True
         if picked:
             self._accept(picked)
@@ -273,7 +273,7 @@ class PromptInput(SteadyTextArea):
             self._picked, self._picked_at = event.key, time.monotonic()
             self._pick = self.set_timer(_WAIT, partial(self._accept, event.key))
         elif event.key == "space" and not self.text and self.num_picks:
-            self.post_message(self.CandidateAsked())
+            self.post_message(self.CandidateRequested())
         elif event.key == "up" and self.cursor_at_first_line:
             return self._recall(-1)
         elif event.key == "down" and self.cursor_at_last_line and self._recalled is not None:
@@ -281,7 +281,7 @@ class PromptInput(SteadyTextArea):
         elif event.key in _NEWLINE_KEYS:
             self.replace("\n", *self.selection, maintain_selection_offset=False)
         elif event.character == "?" and not self.text:
-            self.post_message(CommandAsked("help"))
+            self.post_message(CommandRequested("help"))
         else:
             return False
         return True

@@ -15,14 +15,14 @@ from minillm.ui.numbers import count
 
 # Both are visible without color.
 _MARK, _CURRENT = "bold underline $warning", "bold reverse $warning"
-_NOT_SAID = ("summary", "branch", "common")  # CSS classes of the app's own texts, which are not searched
-_NOT_SAID_TYPES = ("CollapsibleTitle", "Bullet")
+_OWN_TEXT_CLASSES = ("summary", "branch", "common")  # CSS classes of the app's own texts, which are not searched
+_OWN_TEXT_WIDGETS = ("CollapsibleTitle", "Bullet")
 
 
-def said(view: TurnView) -> Iterator[tuple[Static, Content]]:
+def message_texts(view: TurnView) -> Iterator[tuple[Static, Content]]:
     """Yield the widgets with texts of the user or the model, from top to bottom, each with its content."""
     for text in view.query(Static):
-        apps = type(text).__name__ in _NOT_SAID_TYPES or any(map(text.has_class, _NOT_SAID))
+        apps = type(text).__name__ in _OWN_TEXT_WIDGETS or any(map(text.has_class, _OWN_TEXT_CLASSES))
         if isinstance(text.content, Content) and not apps:
             yield text, text.content
 
@@ -123,7 +123,7 @@ class SearchBar(Horizontal):
     def _texts_found(self, view: TurnView) -> list[Static]:
         """Return, for each match in a turn, the widget that contains it."""
         pattern = pattern_of(self._input.value)
-        return [text for text, content in said(view) for _ in pattern.finditer(content.plain)]
+        return [text for text, content in message_texts(view) for _ in pattern.finditer(content.plain)]
 
     def _mark_all(self) -> None:
         """Mark the matches in the mounted turns."""
@@ -133,7 +133,7 @@ class SearchBar(Horizontal):
         pattern, current = pattern_of(self._input.value), self._places[self._at]
         for view in self._transcript.turn_views:
             number = 0
-            for text, content in said(view):
+            for text, content in message_texts(view):
                 marked = content
                 for each in pattern.finditer(content.plain):
                     marked = marked.stylize(_MARK, *each.span())

@@ -35,7 +35,7 @@ class WaitingQuestions:
         self.show()
         return texts
 
-    def take_back(self) -> bool:
+    def restore_to_prompt(self) -> bool:
         """Put the queued texts back into the prompt. Return False if no text is queued."""
         texts = self.clear()
         for text in reversed(texts):

@@ -86,7 +86,7 @@ class EventLog(LineView):
 
     def catch_up(self) -> None:
         """Show the new events, unless paused."""
-        fresh = [] if self.paused else self._fresh()
+        fresh = [] if self.paused else self._new_entries()
         if fresh:
             self._last, wanted = fresh[0], self._wanted()
             for entry in reversed(fresh):
@@ -112,7 +112,7 @@ class EventLog(LineView):
     def _wanted(self) -> set[str]:
         return {kind for key, kinds in KINDS.items() if key not in self.hidden for kind in kinds}
 
-    def _fresh(self) -> list[LogEntry]:
+    def _new_entries(self) -> list[LogEntry]:
         log, last = self.memory.pool.log if self.memory.pool is not None else (), self._last
         return list(takewhile(lambda entry: entry is not last, reversed(log)))
 
@@ -142,7 +142,7 @@ class EventLog(LineView):
         """Filter the events again after the hidden kinds changed. A paused log stays paused."""
         if self.memory.pool is not None:
             wanted, log = self._wanted(), list(self.memory.pool.log)
-            looked_at = log[: len(log) - len(self._fresh())]
+            looked_at = log[: len(log) - len(self._new_entries())]
             self._entries = []
             for entry in looked_at:
                 self._add(entry, wanted)
@@ -173,7 +173,8 @@ class EventLog(LineView):
             words.append(f"{count(len(self._entries))} match")
         text = Content(" · ".join(words))
         if self.paused:
-            text = Content.assemble(("paused", "$text-warning bold"), f" · {count(len(self._fresh()))} new · ", text)
+            new = count(len(self._new_entries()))
+            text = Content.assemble(("paused", "$text-warning bold"), f" · {new} new · ", text)
         return text
 
     def legend(self, width: int, height: int) -> Content:

@@ -15,7 +15,7 @@ from textual.widget import Widget
 from minillm.service.messages import BlockFacts, CacheChanged, Inspect, MemoryUse, Stepped, TableView
 from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import ViewTabs
-from minillm.ui.drawing import Drawn
+from minillm.ui.drawing import TextCanvas
 from minillm.ui.engine_app import EngineCommand
 from minillm.ui.memory.figures import MemoryFigures
 from minillm.ui.memory.line_view import BlockChosen, LineView
@@ -56,7 +56,7 @@ class MemoryView(Vertical):
         self.update_facts()
 
     def update_facts(self) -> None:
-        for facts in self.query(Drawn):
+        for facts in self.query(TextCanvas):
             facts.update()
 
 
@@ -70,9 +70,9 @@ class PoolView(MemoryView):
         self._block_facts = _block_facts("block-facts", memory)
 
     def compose(self) -> ComposeResult:
-        facts, legend = Drawn(self._map.headline, id="pool-facts"), Drawn(self._map.legend, id="pool-legend")
+        facts, legend = TextCanvas(self._map.headline, id="pool-facts"), TextCanvas(self._map.legend, id="pool-legend")
         yield _box("pool", "pool", facts, self._map, legend)
-        facts = Drawn(self._table.headline, id="table-facts")
+        facts = TextCanvas(self._table.headline, id="table-facts")
         yield _box("table", "table", facts, _line("table-heading", HEADING), self._table)
         yield _box("block", "block", self._block_facts)
 
@@ -97,17 +97,17 @@ def _box(name: str, title: str, *parts: Widget) -> Vertical:
     return box
 
 
-def _line(name: str, text: str) -> Drawn:
-    return Drawn(lambda width, height: Content(text), id=name)
+def _line(name: str, text: str) -> TextCanvas:
+    return TextCanvas(lambda width, height: Content(text), id=name)
 
 
-def _legend(text: str) -> Drawn:
+def _legend(text: str) -> TextCanvas:
     """Return a legend for the bottom of a view."""
-    return Drawn(lambda width, height: Content(text), classes="legend")
+    return TextCanvas(lambda width, height: Content(text), classes="legend")
 
 
-def _block_facts(name: str, memory: Memory) -> Drawn:
-    return Drawn(lambda width, height: block_facts(memory), id=name)
+def _block_facts(name: str, memory: Memory) -> TextCanvas:
+    return TextCanvas(lambda width, height: block_facts(memory), id=name)
 
 
 def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
@@ -117,25 +117,25 @@ def memory_views(memory: Memory, log: EventLog) -> dict[str, MemoryView]:
     sequences from the start.
     """
 
-    def headed(name: str, lines: LineView, *others: Widget) -> list[Widget]:
-        return [Drawn(lines.headline, id=f"{name}-facts"), *others, lines]
+    def with_headline(name: str, lines: LineView, *others: Widget) -> list[Widget]:
+        return [TextCanvas(lines.headline, id=f"{name}-facts"), *others, lines]
 
     def tables() -> list[Widget]:
         facts = _block_facts("tables-block", memory)
         words = "×3: three sequences share the block · run: adjacent blocks in the pool"
-        return [*headed("tables", BlockTableView(memory, headers=True)), facts, _legend(words)]
+        return [*with_headline("tables", BlockTableView(memory, headers=True)), facts, _legend(words)]
 
     def events() -> list[Widget]:
         words = "hit: found in the cache · evict: removed from it · preempt: waits for free blocks"
-        return [*headed("events", log), Drawn(log.legend, id="events-legend"), _legend(words)]
+        return [*with_headline("events", log), TextCanvas(log.legend, id="events-legend"), _legend(words)]
 
     def strands() -> list[Widget]:
-        whole = Drawn(lambda width, height: strip(memory, width, height), id="strands-strip")
-        return [*headed("strands", Strands(memory)), whole, _legend(LEGEND)]
+        whole = TextCanvas(lambda width, height: strip(memory, width, height), id="strands-strip")
+        return [*with_headline("strands", Strands(memory)), whole, _legend(LEGEND)]
 
     def steps() -> list[Widget]:
         words = "▒ host: scheduling · █ device: computing · ! preempted · ↓ ↑ swapped out, in"
-        return [*headed("steps", StepList(memory), _line("steps-heading", STEP_HEADING)), _legend(words)]
+        return [*with_headline("steps", StepList(memory), _line("steps-heading", STEP_HEADING)), _legend(words)]
 
     def figures() -> list[Widget]:
         words = "waste: empty slots · cached: free, but reusable by a prompt that begins alike"
@@ -362,5 +362,5 @@ class MemoryPanel(Vertical):
             self.post_message(EngineCommand(Inspect(self._memory.block)))
 
     def _update_block(self) -> None:
-        for facts in self.query("#block-facts, #tables-block").results(Drawn):
+        for facts in self.query("#block-facts, #tables-block").results(TextCanvas):
             facts.update()

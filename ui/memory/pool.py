@@ -24,8 +24,8 @@ from minillm.ui.numbers import count, plural
 _MOST_LOGGED = 10_000  # maximum number of events in the log
 _MOST_STEPS = 1_000
 _LONGEST_NAME = 60  # characters
-_MOST_LEFT = 16
-_MOST_PAST = 32
+_MOST_ENDED = 16
+_MOST_LAST_TABLES = 32
 _HISTORY = 600  # number of past figures to keep: a minute at ten per second
 
 
@@ -77,7 +77,7 @@ class Hit:
 
 
 @dataclass(frozen=True)
-class Left:
+class EndedTable:
     """A block table that has just been removed.
 
     ``words`` are the texts of the blocks that the table freed. ``moment`` is the time at which this was reported.
@@ -89,7 +89,7 @@ class Left:
 
 
 @dataclass
-class Past:
+class LastTable:
     """The remains of a removed block table.
 
     ``blocks`` are the table's first blocks, up to the first block that has lost its tokens. ``num_tokens`` is the
@@ -121,8 +121,8 @@ class Pool:
     words: dict[int, str] = field(default_factory=dict)  # block -> text at its beginning, not cleaned for a terminal
     copies: dict[int, Copy] = field(default_factory=dict)  # block that contains a copy -> the copy's source
     hits: dict[int, Hit] = field(default_factory=dict)  # seq_id -> hit
-    left: deque[Left] = field(default_factory=lambda: deque(maxlen=_MOST_LEFT))
-    past: dict[tuple[str, int], Past] = field(default_factory=dict)  # (owner, completion) -> its last table
+    ended: deque[EndedTable] = field(default_factory=lambda: deque(maxlen=_MOST_ENDED))
+    last_tables: dict[tuple[str, int], LastTable] = field(default_factory=dict)  # (owner, completion) -> its last table
     use: MemoryUse | None = None  # memory use of the device
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ class Pool:
             touched.update(self._release(table))
         for change in event.tables:
             touched.update(self._take_table(change))
-        self._note_left(gone, event.tables, now)
+        self._note_ended(gone, event.tables, now)
         rewritten: set[int] = set()
         for entry in event.log:
             if entry.kind == "copy":
@@ -179,25 +179,25 @@ class Pool:
         ``lost``, so forget all removed tables.
         """
         if incomplete:
-            self.past.clear()
-        for past in self.past.values():
-            if not lost.isdisjoint(past.blocks):
-                past.blocks = list(takewhile(lambda block: block not in lost, past.blocks))
-        while len(self.past) > _MOST_PAST:
-            del self.past[next(iter(self.past))]
+            self.last_tables.clear()
+        for last in self.last_tables.values():
+            if not lost.isdisjoint(last.blocks):
+                last.blocks = list(takewhile(lambda block: block not in lost, last.blocks))
+        while len(self.last_tables) > _MOST_LAST_TABLES:
+            del self.last_tables[next(iter(self.last_tables))]
 
-    def _note_left(self, gone: Iterable[TableView], changes: Iterable[TableView], now: float) -> None:
+    def _note_ended(self, gone: Iterable[TableView], changes: Iterable[TableView], now: float) -> None:
         """Record the tables that no longer exist, unless the same sequence continues in a new table."""
         go_on = {(change.owner, change.index) for change in changes if change.owner}
         noted: set[int] = set()
         for table in gone:
             self.hits.pop(table.seq_id, None)
             if table.state != "swapped" and (table.owner, table.index) not in go_on:
-                self.past.pop((table.owner, table.index), None)
-                self.past[table.owner, table.index] = Past(table.blocks, table.num_tokens)
+                self.last_tables.pop((table.owner, table.index), None)
+                self.last_tables[table.owner, table.index] = LastTable(table.blocks, table.num_tokens)
                 freed = [block for block in table.blocks if block not in self._holders and block not in noted]
                 noted.update(freed)
-                self.left.append(Left(table, [self.words.get(block, "") for block in freed], now))
+                self.ended.append(EndedTable(table, [self.words.get(block, "") for block in freed], now))
 
     def _take_table(self, change: TableView) -> Iterable[int]:
         """Replace a table by its new version. Return the blocks that may have changed their state."""
@@ -328,25 +328,25 @@ class Memory:
         others = self.pool.tables.values() if self.pool is not None else ()
         return [*current, *(table for table in others if self.current is None or table.owner != self.current)]
 
-    def lost_words(self) -> str:
+    def eviction_text(self) -> str:
         """Return a text about how much of the current answer is still cached.
 
         Return "" if the answer has a table, or if nothing is known about its blocks.
         """
         if self.pool is None or self.current is None or self.current_tables:
             return ""
-        past = self.pool.past.get(self.origin or (self.current, 0))
-        if past is None:
+        last = self.pool.last_tables.get(self.origin or (self.current, 0))
+        if last is None:
             return ""
-        name, cached = self.name(self.current, -1), min(past.num_tokens, len(past.blocks) * self.pool.block_size)
-        if cached == past.num_tokens:
+        name, cached = self.name(self.current, -1), min(last.num_tokens, len(last.blocks) * self.pool.block_size)
+        if cached == last.num_tokens:
             return f"{name}: all {plural(cached, 'token')} still cached"
-        still = f"{count(cached)} of {plural(past.num_tokens, 'token')} still cached"
+        still = f"{count(cached)} of {plural(last.num_tokens, 'token')} still cached"
         return f"{name}: {still}, the rest would be read again"
 
-    def lost_lines(self, width: int) -> list[str]:
-        """Return `lost_words`, broken into lines of about ``width`` cells."""
-        return wrap(self.lost_words(), max(20, width))
+    def eviction_lines(self, width: int) -> list[str]:
+        """Return `eviction_text`, broken into lines of about ``width`` cells."""
+        return wrap(self.eviction_text(), max(20, width))
 
     def name(self, owner: str, index: int) -> str:
         """Return a sequence's name for display, on one line and safe for a terminal."""

@@ -82,7 +82,7 @@ class Looks:
         self.host = {block: table for table in swapped for block in table.blocks if block in host_blocks}
 
     def follow_sequences(self) -> bytearray:
-        """Determine which sequence each block belongs to. Return the result of the previous call, for `changed_hands`.
+        """Determine which sequence each block belongs to. Return the result of the previous call, for `owners_changed`.
 
         On the map, a sequence keeps its letter until it ends.
         """
@@ -105,7 +105,7 @@ class Looks:
                     self._sequence_of[block] = letter
         return before
 
-    def changed_hands(self, before: bytearray, first: int, end: int) -> bool:
+    def owners_changed(self, before: bytearray, first: int, end: int) -> bool:
         """Return whether any block from ``first`` to ``end - 1`` belongs to another sequence than in ``before``.
 
         Such a block must be redrawn even if its state is the same.
@@ -236,7 +236,7 @@ class PoolMap(LineView):
         top, bottom = self.scroll_offset.y, self.scroll_offset.y + self.size.height
         if before is not None:
             seen = [row for row in self._rows[top:bottom] if 0 <= row < self._grid.num_rows]
-            rows |= {r for r in seen if looks.changed_hands(before, r * per_row, (r + 1) * per_row)}
+            rows |= {r for r in seen if looks.owners_changed(before, r * per_row, (r + 1) * per_row)}
         self._redraw(rows)
         # Do not scroll while the user has the focus or the mouse in the map.
         in_view = any(top <= self._lines.get(row, -1) < bottom for row in used)

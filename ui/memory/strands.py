@@ -19,7 +19,7 @@ from minillm.service.messages import TableView
 from minillm.text.safe import clean_line
 from minillm.ui.bars import hidden_keys
 from minillm.ui.memory.line_view import LineView, Parts
-from minillm.ui.memory.pool import COPIED, FROM_DISK, NUM_COLORS, Left, Memory
+from minillm.ui.memory.pool import COPIED, FROM_DISK, NUM_COLORS, EndedTable, Memory
 from minillm.ui.memory.tree import (
     FOLD,
     HEAD,
@@ -35,7 +35,7 @@ from minillm.ui.memory.tree import (
 from minillm.ui.numbers import bar, count, plural
 
 # Seconds for which a copy on write is highlighted, and for which an ended sequence's name and words are shown.
-_TORN, _LEFT, _WORDS = 3.0, 5.0, 2.5
+_TORN, _ENDED, _WORDS = 3.0, 5.0, 2.5
 _WHOLE = 1.0  # seconds before the words of an ended sequence begin to dissolve
 _LATE = 4.0  # an event that was reported more seconds ago is not shown as new; drawing may be 3 s late
 _FRAME = 0.5  # seconds between two updates of temporary lines
@@ -56,25 +56,25 @@ LEGEND = f"×3: shared by three · own: not shared · {COPIED} copied on write"
 class Fading:
     """A temporary line about an ended sequence: its name and freed memory, or the words of one of its blocks."""
 
-    left: Left
+    ended: EndedTable
     name: str
     words: str | None = None  # the words of a block; None in the line with the sequence's name
 
 
-def summed(gone: Sequence[Left], searches: Callable[[str], bool]) -> list[Left]:
+def combine_ended(gone: Sequence[EndedTable], searches: Callable[[str], bool]) -> list[EndedTable]:
     """Combine ended tables that are shown as one line.
 
     All tables of a sequence are combined, and the tables of all beams of a search, because beams come and go quickly.
     ``searches`` returns whether an owner is a beam search.
     """
-    found: dict[tuple[str, int, int], Left] = {}
-    for left in gone:
-        table = left.table
+    found: dict[tuple[str, int, int], EndedTable] = {}
+    for ended in gone:
+        table = ended.table
         index = _ALL if searches(table.owner) else table.index
         name = (table.owner, index, 0 if table.owner else table.seq_id)
         before = found.pop(name, None)
-        words = left.words if before is None else [*before.words, *left.words]
-        found[name] = replace(left, table=structs.replace(table, index=index), words=words)
+        words = ended.words if before is None else [*before.words, *ended.words]
+        found[name] = replace(ended, table=structs.replace(table, index=index), words=words)
     return list(found.values())
 
 
@@ -110,16 +110,16 @@ class Strands(LineView):
         pool, height = self.memory.pool, self.size.height
         self._lines = []
         if pool is not None:
-            left = [each for each in pool.left if self._is_new(("left", each.table.seq_id), each.moment, _LEFT)]
+            ended = [each for each in pool.ended if self._is_new(("ended", each.table.seq_id), each.moment, _ENDED)]
             torn = [each for each in pool.copies if self._is_torn(each)]
-            known = [*pool.tables.values(), *(each.table for each in left)]
+            known = [*pool.tables.values(), *(each.table for each in ended)]
             self._names = {each.seq_id: self._names.get(each.seq_id) or self.memory.table_name(each) for each in known}
             self._lines += self._lost(self.scrollable_content_region.width)
             tree = tree_lines(block_trees(in_order(pool.tables.values())))
             self._most = most_that_fit(tree, height - len(self._lines))
             self._lines += strand_lines(tree, self._most)
-            self._lines += self._fading(left, max(0, height - len(self._lines)))
-            if not self._fades and (left or torn):
+            self._lines += self._fading(ended, max(0, height - len(self._lines)))
+            if not self._fades and (ended or torn):
                 self._fades = True
                 self.set_timer(_FRAME, self._fade)
             if not self._lines:
@@ -152,29 +152,29 @@ class Strands(LineView):
         If the answer has no block table, the lines are about the answer. Otherwise they are about its beams without a
         table.
         """
-        lines = [(line, "name") for line in self.memory.lost_lines(width)]
+        lines = [(line, "name") for line in self.memory.eviction_lines(width)]
         held = {table.index for table in self.memory.current_tables}
         owner, num_beams = self.memory.current, self.memory.num_beams if held else 0
         without = [self.memory.name(owner or "", index) for index in range(num_beams) if index not in held]
         return lines + [(f"{name}  ended early: holds no blocks", "fact") for name in without]
 
-    def _fading(self, gone: Sequence[Left], available_lines: int) -> list[Fading]:
+    def _fading(self, gone: Sequence[EndedTable], available_lines: int) -> list[Fading]:
         """Return at most ``available_lines`` lines about ended sequences.
 
         They show the sequences' names, and the words of some of their blocks.
         """
-        all_gone = summed(gone, lambda owner: self.memory.scores(owner, 0) is not None)[:available_lines]
+        all_gone = combine_ended(gone, lambda owner: self.memory.scores(owner, 0) is not None)[:available_lines]
         lines, available_lines = list[Fading](), available_lines - len(all_gone)
-        for number, left in enumerate(all_gone):
-            if left.table.index == _ALL:
-                lines.append(Fading(left, f"beams of {self.memory.name(left.table.owner, _ALL)}"))
+        for number, ended in enumerate(all_gone):
+            if ended.table.index == _ALL:
+                lines.append(Fading(ended, f"beams of {self.memory.name(ended.table.owner, _ALL)}"))
                 continue
-            lines.append(Fading(left, self._names[left.table.seq_id]))
-            if number < _MOST_FADING and self._is_new(("words", left.table.seq_id), left.moment, _WORDS):
-                places = few(list(range(len(left.words))), _MOST_WORDS)[:available_lines]
+            lines.append(Fading(ended, self._names[ended.table.seq_id]))
+            if number < _MOST_FADING and self._is_new(("words", ended.table.seq_id), ended.moment, _WORDS):
+                places = few(list(range(len(ended.words))), _MOST_WORDS)[:available_lines]
                 available_lines -= len(places)
-                folded = f"⋮ {plural(len(left.words) - _MOST_WORDS, 'block')}"
-                lines += [Fading(left, "", folded if at == FOLD else left.words[at]) for at in places]
+                folded = f"⋮ {plural(len(ended.words) - _MOST_WORDS, 'block')}"
+                lines += [Fading(ended, "", folded if at == FOLD else ended.words[at]) for at in places]
         return lines
 
     def _follow_branch(self) -> None:
@@ -251,7 +251,7 @@ class Strands(LineView):
         if (score := self.memory.scores(table.owner, table.index)) is not None:
             parts.append((f"  {score:.3f}", _color(table)))
         hit = pool.hits.get(table.seq_id)
-        if hit is not None and hit.num_found and self._is_new(("hit", table.seq_id), hit.moment, _LEFT):
+        if hit is not None and hit.num_found and self._is_new(("hit", table.seq_id), hit.moment, _ENDED):
             return [*parts, (f"  {count(hit.num_found)} of {plural(hit.num_tokens, 'token')} were cached", "shared")]
         own, kind = 0 if node is None else len(node.blocks), "swapped" if swapped else "fact"
         blocks = (f"  {count(own)} {'on the CPU' if swapped else 'own'}", kind)
@@ -263,14 +263,14 @@ class Strands(LineView):
         return [*parts, *next(filter(fits, ([*state, blocks], [blocks])), [])]
 
     def _gone(self, line: Fading, width: int) -> Parts:
-        pool, left = self.memory.pool, line.left
+        pool, ended = self.memory.pool, line.ended
         assert pool is not None
         if line.words is None:
-            back = f"{size(len(left.words) * pool.block_bytes)} freed"
+            back = f"{size(len(ended.words) * pool.block_bytes)} freed"
             return [(f"✕ {line.name}  {back}", "fact")]
         words = _cut(clean_line(line.words.replace("\ufffd", "")), max(4, width - 4))
-        age = self._age(("words", left.table.seq_id), left.moment)
-        return [(f"  ╎ {dissolved(words, (age - _WHOLE) / max(_WORDS - _WHOLE, 0.01))}", "fact")]
+        age = self._age(("words", ended.table.seq_id), ended.moment)
+        return [(f"  ╎ {with_blanks(words, (age - _WHOLE) / max(_WORDS - _WHOLE, 0.01))}", "fact")]
 
     def headline(self, width: int, height: int) -> Content:
         pool = self.memory.pool
@@ -293,7 +293,7 @@ def _headline(text: str, facts: str, width: int) -> Content:
     return Content.assemble((text, "bold $foreground"), gap, facts)
 
 
-def dissolved(text: str, part: float) -> str:
+def with_blanks(text: str, part: float) -> str:
     """Replace about the fraction ``part`` of a text's characters by blanks.
 
     A character's position alone determines when it disappears, so with a growing ``part`` a text dissolves.

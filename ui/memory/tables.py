@@ -47,7 +47,7 @@ class BlockTableView(LineView):
 
     def catch_up(self) -> None:
         self._tables = self.memory.tables if self._headers else self.memory.current_tables[:1]
-        self._lost = self.memory.lost_lines(self.scrollable_content_region.width) if self._headers else []
+        self._lost = self.memory.eviction_lines(self.scrollable_content_region.width) if self._headers else []
         lengths = (self._headers + len(table.blocks) for table in self._tables)
         self._starts = list(accumulate(lengths, initial=len(self._lost)))
         self.set_lines(self._starts[-1])
@@ -184,7 +184,7 @@ class BlockTableView(LineView):
             sequences, logical = plural(len(pool.tables), "sequence"), count(pool.figures.logical_blocks)
             return Content(f"{sequences} · {logical} logical in {plural(pool.used_blocks, 'block')}")
         if not self._tables:
-            return Content(self.memory.lost_words() or "the conversation holds no blocks")
+            return Content(self.memory.eviction_text() or "the conversation holds no blocks")
         table, more = self._tables[0], len(self.memory.current_tables) - 1
         name = self.memory.table_name(table) + (f" (F6: {more} more)" if more else "")
         facts = f"{table.state} · {plural(table.num_tokens, 'token')} in {plural(len(table.blocks), 'block')}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from lib.programs import telling
+from lib.programs import state_dump
 from minillm.cli.main import main
 from minillm.ui import app as chat_app
 from minillm.ui.settings import Settings
@@ -22,7 +22,7 @@ class Breakable(chat_app.ChatApp):
 
 def run() -> int:
     app = Breakable(Settings(sys.argv[1] if len(sys.argv) > 1 else "fake"), engine_command=FAKE)
-    code = telling.run(app)
+    code = state_dump.run(app)
     assert "torch" not in sys.modules, "the app's process must not import torch"
     return code
 

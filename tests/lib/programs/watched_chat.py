@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lib.programs import telling
+from lib.programs import state_dump
 from minillm.cli.main import main
 from minillm.errors import MinillmError
 from minillm.system import resident_bytes
@@ -134,7 +134,7 @@ def run() -> int:
         engine_command=ENGINES["fake" if model == "fake" else "checked"],
     )
     app.seen = Path(log)
-    return telling.run(app)
+    return state_dump.run(app)
 
 
 if __name__ == "__main__":

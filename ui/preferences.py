@@ -32,7 +32,7 @@ BUILT_IN: Mapping[str, Mapping[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Kept:
+class Preferences:
     """The saved state of the chat.
 
     Attributes:
@@ -51,7 +51,7 @@ class Kept:
         beams = {**beams, **self.beams}
         return {**sampling, **self.sampling}, {} if beams.get("beam_width") == 1 else beams
 
-    def changed(self, before: Settings, after: Settings) -> "Kept":
+    def changed(self, before: Settings, after: Settings) -> "Preferences":
         """Return a copy that also contains the settings that the user has changed.
 
         These are the settings that differ between ``before`` and ``after``, with their values in ``after``.
@@ -76,7 +76,7 @@ class Kept:
             raise UsageError(f"there is no preset {clean_line(name, 40)!r}; known: {', '.join(known)}")
         return known[name]
 
-    def with_preset(self, name: str, sampling: Mapping[str, Any] | None) -> "Kept":
+    def with_preset(self, name: str, sampling: Mapping[str, Any] | None) -> "Preferences":
         """Return a copy with a preset added or replaced. Without ``sampling``, the preset is deleted instead.
 
         Raises:
@@ -93,19 +93,19 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Keeper:
+class PreferencesFile:
     """Reads and writes the saved state, in ``chat.json``. Writes the theme to the user's configuration file."""
 
     file: Path
     config: Path
 
     @classmethod
-    def of_user(cls, config: str | None = None) -> "Keeper":
-        """Return a keeper for the user's files. ``config``: the configuration file named on the command line."""
+    def of_user(cls, config: str | None = None) -> "PreferencesFile":
+        """Return the paths of the user's files. ``config``: the configuration file named on the command line."""
         folder = config_dir()
         return cls(folder / "chat.json", folder / "config.toml" if config is None else Path(config).expanduser())
 
-    def read(self) -> Kept:
+    def read(self) -> Preferences:
         """Return the saved state. It is empty if there is no file.
 
         Raises:
@@ -114,32 +114,32 @@ class Keeper:
         try:
             data = parse_json(read_bytes(self.file, _MAX_BYTES))
             check_names(data, ["sampling", "beams", "presets", "thinks"], "entry")
-            kept = Kept(**data)
-            if not isinstance(kept.thinks, bool | None):
-                raise ValueError(f"thinks must be true or false, not {shown(kept.thinks)}")
-            for values in (kept.sampling, *kept.presets.values()):
+            preferences = Preferences(**data)
+            if not isinstance(preferences.thinks, bool | None):
+                raise ValueError(f"thinks must be true or false, not {shown(preferences.thinks)}")
+            for values in (preferences.sampling, *preferences.presets.values()):
                 SamplingParams(**values)
-            BeamSearchParams(**{**kept.beams, "beam_width": max(2, int(kept.beams.get("beam_width", 2)))})
+            BeamSearchParams(**{**preferences.beams, "beam_width": max(2, int(preferences.beams.get("beam_width", 2)))})
         except FileNotFoundError:
-            return Kept()
+            return Preferences()
         except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:
             why = clean_line(str(error), 200)
             raise UsageError(f"{self.file}: {why}; delete the file to reset it") from None
-        return kept
+        return preferences
 
-    def write(self, kept: Kept) -> None:
+    def write(self, preferences: Preferences) -> None:
         """Save the state. The file is replaced atomically.
 
         Raises:
             MinillmError: the file cannot be written.
         """
         data: dict[str, Any] = {
-            "sampling": dict(kept.sampling),
-            "beams": dict(kept.beams),
-            "presets": dict(kept.presets),
+            "sampling": dict(preferences.sampling),
+            "beams": dict(preferences.beams),
+            "presets": dict(preferences.presets),
         }
-        if kept.thinks is not None:
-            data["thinks"] = kept.thinks
+        if preferences.thinks is not None:
+            data["thinks"] = preferences.thinks
         _replace(self.file, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
 
     def write_theme(self, name: str) -> None:

@@ -12,13 +12,13 @@ from lib.ui import FAKE, say, screen
 from minillm.errors import MinillmError, UsageError
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.sessions import SessionStore
-from minillm.ui.kept import Keeper, Kept, with_theme
+from minillm.ui.preferences import Preferences, PreferencesFile, with_theme
 from minillm.ui.settings import Settings, load_settings, with_param
 from minillm.user_config import UserConfig, read_config
 
 
-def keeper(folder: Path) -> Keeper:
-    return Keeper(folder / "chat.json", folder / "config.toml")
+def preferences_file(folder: Path) -> PreferencesFile:
+    return PreferencesFile(folder / "chat.json", folder / "config.toml")
 
 
 @pytest.mark.anyio
@@ -29,12 +29,13 @@ async def test_changes_presets_and_the_theme_survive_a_restart(tmp_path: Path, m
     def settings() -> Settings:
         config = read_config(str(tmp_path / "config.toml"))
         flags = Settings("fake", sampling={"seed": 5})
-        return load_settings(config, flags, keeper(tmp_path).read())
+        return load_settings(config, flags, preferences_file(tmp_path).read())
 
     def app() -> ChatApp:
         store = SessionStore(tmp_path / "conversations")
         return ChatApp(
-            settings(), store, keeper=keeper(tmp_path), engine_command=FAKE, driver_class=HeadlessDriver
+            settings(), store, preferences_file=preferences_file(tmp_path), engine_command=FAKE,
+            driver_class=HeadlessDriver,
         )  # fmt: skip
 
     async with app().run_test() as pilot:
@@ -43,7 +44,7 @@ async def test_changes_presets_and_the_theme_survive_a_restart(tmp_path: Path, m
     assert settings().sampling["temperature"] == 0.3
     assert settings().sampling["top_k"] == 7
     assert settings().num_candidates == 2
-    assert "seed" not in keeper(tmp_path).read().sampling, "a flag is for once"
+    assert "seed" not in preferences_file(tmp_path).read().sampling, "a flag is for once"
     text = (tmp_path / "config.toml").read_text()
     assert text == '# mine\ntheme = "nord"  # at night\n\n[sampling]\ntop_k = 7\n'
     async with app().run_test() as pilot:
@@ -56,16 +57,18 @@ async def test_changes_presets_and_the_theme_survive_a_restart(tmp_path: Path, m
             await say(pilot, line)
         assert screen(pilot).app.settings.sampling["temperature"] == 0.3
     assert settings().beams == {}
-    assert keeper(tmp_path).read().presets == {}
+    assert preferences_file(tmp_path).read().presets == {}
 
 
 @pytest.mark.anyio
 async def test_thinking_survives_a_restart(tmp_path: Path) -> None:
     for word, before in (("off", None), ("on", False), ("", True)):
-        settings = load_settings(UserConfig(), Settings("thinker"), keeper(tmp_path).read())
+        settings = load_settings(UserConfig(), Settings("thinker"), preferences_file(tmp_path).read())
         assert settings.thinks is before
-        app = ChatApp(settings, SessionStore(tmp_path / "conversations"), keeper=keeper(tmp_path), engine_command=FAKE,
-                      driver_class=HeadlessDriver)  # fmt: skip
+        app = ChatApp(
+            settings, SessionStore(tmp_path / "conversations"), preferences_file=preferences_file(tmp_path),
+            engine_command=FAKE, driver_class=HeadlessDriver,
+        )  # fmt: skip
         async with app.run_test() as pilot:
             chat_screen = screen(pilot)
             while chat_screen.chat_pane.engine.phase != "ready":
@@ -73,13 +76,13 @@ async def test_thinking_survives_a_restart(tmp_path: Path) -> None:
             if word:
                 await say(pilot, f"/think {word}")
                 await say(pilot, "/set temperature 0.3")
-    assert keeper(tmp_path).read() == Kept(sampling={"temperature": 0.3}, thinks=True)
+    assert preferences_file(tmp_path).read() == Preferences(sampling={"temperature": 0.3}, thinks=True)
 
 
 def test_what_was_set_back_to_a_default_stays_so() -> None:
     before = Settings("m", sampling={"temperature": 0.7, "top_k": 7})
-    kept = Kept().changed(before, with_param(before, "top_k", "0"))
-    assert load_settings(UserConfig(sampling={"top_k": 7}), Settings("m"), kept).sampling["top_k"] == 0
+    preferences = Preferences().changed(before, with_param(before, "top_k", "0"))
+    assert load_settings(UserConfig(sampling={"top_k": 7}), Settings("m"), preferences).sampling["top_k"] == 0
 
 
 def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
@@ -94,10 +97,10 @@ def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
     ):
         (tmp_path / "chat.json").write_text(text)
         with pytest.raises(UsageError, match=r"chat\.json: .*delete the file") as caught:
-            keeper(tmp_path).read()
+            preferences_file(tmp_path).read()
         assert "\n" not in str(caught.value)
     with pytest.raises(MinillmError, match="cannot be written"):
-        Keeper(tmp_path / "chat.json" / "no", tmp_path / "config.toml").write(Kept())
+        PreferencesFile(tmp_path / "chat.json" / "no", tmp_path / "config.toml").write(Preferences())
 
 
 @pytest.mark.parametrize(
@@ -111,9 +114,9 @@ def test_the_theme_is_one_line_of_the_configuration(text: str) -> None:
 def test_names_of_presets_are_checked() -> None:
     for name, words in (("a b", "letters"), ("precise", "built in"), ("", "letters")):
         with pytest.raises(UsageError, match=words):
-            Kept().with_preset(name, {})
+            Preferences().with_preset(name, {})
     with pytest.raises(UsageError, match="known: precise, balanced, creative"):
-        Kept().preset("nothing")
+        Preferences().preset("nothing")
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o600, 0o644])
@@ -121,7 +124,7 @@ def test_the_configuration_keeps_its_mode(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "config.toml"
     path.write_text('theme = "dark"\n')
     path.chmod(mode)
-    Keeper(tmp_path / "chat.json", path).write_theme("nord")
+    PreferencesFile(tmp_path / "chat.json", path).write_theme("nord")
     assert path.stat().st_mode & 0o7777 == mode
-    Keeper(tmp_path / "chat.json", tmp_path / "new.toml").write_theme("nord")
+    PreferencesFile(tmp_path / "chat.json", tmp_path / "new.toml").write_theme("nord")
     assert (tmp_path / "new.toml").stat().st_mode & 0o7777 == 0o600
