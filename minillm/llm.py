@@ -133,7 +133,7 @@ class LLM:
                 return refusal(key[1], error)
             raise type(error)(f"prompt {key[0]}: {error}" if len(found) > 1 else str(error)) from None
 
-        for (index, _), output in self.work_off(lambda free_seats: next(jobs, []), refuse):
+        for (index, _), output in self.work_off(lambda num_free_seqs: next(jobs, []), refuse):
             yield index, output
 
     def work_off(
@@ -150,8 +150,8 @@ class LLM:
             refuse: returns the output of a rejected prompt.
         """
 
-        def requests(free_seats: int) -> Iterable[tuple[Key, Callable[[], Request]]] | None:
-            taken = take(free_seats)
+        def requests(num_free_seqs: int) -> Iterable[tuple[Key, Callable[[], Request]]] | None:
+            taken = take(num_free_seqs)
             return None if taken is None else [(key, partial(_request_of, self._driver, make)) for key, make in taken]
 
         for key, result in self._driver.run(requests, refuse=refuse):
@@ -167,7 +167,7 @@ class LLM:
         """
         [params] = params_list(params, 1, self.default_params)
         jobs = iter([[(0, partial(_request, self._driver, prompt, params, streamed=True, request_id=request_id))]])
-        for _, result in self._driver.run(lambda free_seats: next(jobs, [])):
+        for _, result in self._driver.run(lambda num_free_seqs: next(jobs, [])):
             if isinstance(result, Delta):
                 yield result
             elif result.error is not None:

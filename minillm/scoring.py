@@ -137,7 +137,7 @@ def _outputs(driver: Driver, requests: Sequence[Request]) -> list[RequestOutput]
         raise type(error)(named(number, str(error))) from None
 
     outputs: dict[int, RequestOutput] = {}
-    for number, result in driver.run(lambda free_seats: next(jobs, []), refuse=refuse):
+    for number, result in driver.run(lambda num_free_seqs: next(jobs, []), refuse=refuse):
         assert isinstance(result, RequestOutput), "nothing is streamed"
         if result.error is not None:
             raise MinillmError(named(number, result.error))

@@ -219,7 +219,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     # --- scheduling ---------------------------------------------------------------------------------------------------
     "minillm/engine/scheduler.py": [
         ("scored-tokens-come-from-the-cache", "Scheduler._admit", "Call 2", "$args[0]", SCORES),
-        ("one-sequence-too-many", "Scheduler.num_free_seats", "Attribute 0", "$ + 1",
+        ("one-sequence-too-many", "Scheduler.num_free_seqs", "Attribute 0", "$ + 1",
          ENGINE + "test_a_step_keeps_to_its_budget_and_its_seats"),
         ("one-token-too-many", "Scheduler._budget", "Attribute 0", "$ + 1",
          ENGINE + "test_a_step_keeps_to_its_budget_and_its_seats"),
@@ -227,7 +227,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_a_step_keeps_to_its_budget_and_its_seats"),
         ("admitted-prompt-not-counted", "Scheduler._admit_waiting", "AugAssign 0", "pass",
          ENGINE + "test_a_step_keeps_to_its_budget_and_its_seats"),
-        ("group-takes-one-seat", "Scheduler._admit_waiting", "AugAssign 1.value", "1",
+        ("group-takes-one-slot", "Scheduler._admit_waiting", "AugAssign 1.value", "1",
          ENGINE + "test_a_step_keeps_to_its_budget_and_its_seats"),
         ("promise-forgotten", "Scheduler._admit_waiting", "AugAssign 2", "pass",
          ENGINE + "test_two_requests_are_not_admitted_into_the_room_of_one"),
@@ -254,7 +254,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/engine/admission.py": [
         ("request-one-block-too-large", "check_capacity", "BinOp 0", "$ + 1",
          ENGINE + "test_a_request_as_large_as_the_pool_is_taken_and_one_block_larger_is_not"),
-        ("all-seats-are-too-many", "check_capacity", "Compare 0", "$left >= $comparators[0]",
+        ("all-slots-are-too-many", "check_capacity", "Compare 0", "$left >= $comparators[0]",
          ENGINE + "test_a_request_as_large_as_the_pool_is_taken_and_one_block_larger_is_not"),
         ("next-token-needs-no-block", "blocks_to_finish_prompt", "UnaryOp 1", "-$operand.left",
          "tests/engine/test_admission.py"),
@@ -270,9 +270,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/service/engine_requests.py": [
         ("usage-error-taken-for-internal", "EngineRequests._end", "IfExp 0", "$orelse",
          "tests/service/test_engine_requests.py::test_parameters_that_exclude_every_token_are_a_usage_error"),
-        ("remembered-tokens-never-subtracted", "EngineRequests._remember", "AugAssign 1",
+        ("remembered-tokens-never-subtracted", "EngineRequests._keep_forkable", "AugAssign 1",
          "id(old.prompt_ids) + $value.right",
-         "tests/service/test_engine_requests.py::test_as_many_tokens_are_remembered_as_have_room"),
+         "tests/service/test_engine_requests.py::test_as_many_answers_can_be_forked_as_the_limit_allows"),
         ("abort-of-a-request-that-is-prepared-lost", "EngineRequests.abort", "Expr 2", "pass",
          "tests/service/test_engine_requests.py::test_a_request_that_is_aborted_while_it_is_prepared_never_runs"),
     ],
@@ -1330,11 +1330,11 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/server/http/fair_queue.py": [
         ("tenants-not-told-apart", "FairQueue._rank", "BinOp 2", "-$right",
          SHARING + "test_the_tenant_with_the_fewest_seats_is_next"),
-        ("all-seats-for-one-tenant", "FairQueue._admit", "ListComp 0", "[$elt for $elt in $generators[0].iter]",
+        ("all-slots-for-one-tenant", "FairQueue._admit", "ListComp 0", "[$elt for $elt in $generators[0].iter]",
          SHARING + "test_seats_stay_free_for_another_tenant"),
         ("queue-for-one-tenant", "FairQueue.check_space", "BoolOp 0", "$values[0]",
          SHARING + "test_the_queue_has_room_for_another_tenant"),
-        ("seats-given-back-twice", "FairQueue.release", "If 0", "pass",
+        ("slots-given-back-twice", "FairQueue.release", "If 0", "pass",
          SHARING + "test_seats_stay_free_for_another_tenant"),
     ],
     "minillm/service/sharing.py": [

@@ -98,9 +98,9 @@ class Driver:
         more = True
         try:
             while more or mine:
-                free_seats = self.engine.scheduler.num_free_seats
-                if more and (not mine or (free_seats > 0 and not self.engine.scheduler.waiting)):
-                    taken = take(max(1, free_seats))
+                num_free_seqs = self.engine.scheduler.num_free_seqs
+                if more and (not mine or (num_free_seqs > 0 and not self.engine.scheduler.waiting)):
+                    taken = take(max(1, num_free_seqs))
                     more = taken is None
                     for key, make in taken or ():
                         more = True

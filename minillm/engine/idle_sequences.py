@@ -22,7 +22,7 @@ def hold(driver: Driver, requests: list[Request]) -> list[tuple[Sequence, Reques
     outputs: dict[int, RequestOutput] = {}
     jobs = iter([[(number, lambda each=each: each) for number, each in enumerate(requests)]])
     try:
-        for number, result in driver.run(lambda free_seats: next(jobs, []), added=groups.__setitem__):
+        for number, result in driver.run(lambda num_free_seqs: next(jobs, []), added=groups.__setitem__):
             assert isinstance(result, RequestOutput), "nothing is streamed"
             if result.error is not None:
                 raise MinillmError(result.error)

@@ -39,7 +39,7 @@ class Scheduler:
         self.cache, self.idle = self.preemption.cache, self.preemption.idle
 
     @property
-    def num_free_seats(self) -> int:
+    def num_free_seqs(self) -> int:
         """Return how many more sequences may start now: ``max_num_seqs`` less the sequences that run."""
         return self.max_num_seqs - sum(group.num_seqs for group in self.running)
 
@@ -120,12 +120,12 @@ class Scheduler:
 
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
         """Admit waiting groups in order, until sequences, budget or blocks run out. Return the budget that is left."""
-        seats = self.num_free_seats if self.waiting else 0
+        num_free = self.num_free_seqs if self.waiting else 0
         promised: int | None = None  # blocks that running groups still need; summed once, if a group may start
         size = self.cache.block_size
         reading: list[SequenceGroup] = []  # groups with prompts that are being read from disk; other groups pass them
         active = () if self.disk_reads is None else self.disk_reads.active
-        while self.waiting and not schedule.preempted and self.waiting[0].num_seqs <= seats:
+        while self.waiting and not schedule.preempted and self.waiting[0].num_seqs <= num_free:
             group = self.waiting[0]
             if group in active:
                 reading.append(self.waiting.popleft())
@@ -153,7 +153,7 @@ class Scheduler:
                     self.cache.append(chunk.sequence.own_table, chunk.count)
                     (schedule.decodes if chunk.decodes else schedule.prefills).append(chunk)
                     budget -= chunk.count
-            seats -= group.num_seqs
+            num_free -= group.num_seqs
             promised += need.blocks_promised(group, size)
         self.waiting.extendleft(reversed(reading))
         return budget

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from minillm.server.engine_process import Answer
-from minillm.server.http.sending import Failed
+from minillm.server.http.sending import HTTPError
 from minillm.service.call_messages import Completion, Ended, Token
 
 Json = dict[str, Any]
@@ -48,7 +48,8 @@ class Usage:
 class Frame:
     """Encodes the response to one request in OpenAI's format, complete or in chunks.
 
-    It implements `minillm.server.generating.Framing`. Every chunk of a response contains the fields of this class.
+    It implements `minillm.server.generating.ResponseEncoder`. Every chunk of a response contains the fields of this
+    class.
     """
 
     ping: ClassVar[bytes] = PING
@@ -83,10 +84,10 @@ class Frame:
         last = event(self.chunk([], usage)) if has_usage else b""
         return last + b"data: [DONE]\n\n"
 
-    def error(self, failed: Failed) -> Json:
+    def error(self, failed: HTTPError) -> Json:
         return failed.json()
 
-    def failed(self, failed: Failed) -> bytes:
+    def failed(self, failed: HTTPError) -> bytes:
         return event(failed.json())
 
     def _head(self, kind: str) -> Json:

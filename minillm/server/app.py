@@ -25,7 +25,7 @@ from minillm.server.bodies import BadField
 from minillm.server.completions.routes import chat, complete
 from minillm.server.engine_process import EngineDied
 from minillm.server.http.access import Access, AccessRules
-from minillm.server.http.sending import CONTEXT_LENGTH, Failed
+from minillm.server.http.sending import CONTEXT_LENGTH, HTTPError
 from minillm.server.openapi.document import document
 from minillm.server.parsers.tool_choice import shown_tools
 from minillm.server.responses.routes import (
@@ -112,19 +112,19 @@ def _endpoint(service: Service, handler: Callable[[Service, Request], Awaitable[
     async def endpoint(request: Request) -> Any:
         try:
             return await handler(service, request)
-        except Failed as failed:
+        except HTTPError as failed:
             return _error_response(request, failed)
         except MinillmError as error:
             status = 400 if isinstance(error, UsageError) else 503 if isinstance(error, EngineDied) else 500
             field = error.field if isinstance(error, BadField) else ""
             code = CONTEXT_LENGTH if isinstance(error, ContextLengthError) else None
-            return _error_response(request, Failed(status, str(error), field=field, code=code))
+            return _error_response(request, HTTPError(status, str(error), field=field, code=code))
 
     endpoint.__name__ = handler.__name__
     return endpoint
 
 
-def _error_response(request: Request, failed: Failed) -> Response:
+def _error_response(request: Request, failed: HTTPError) -> Response:
     answer = json_response(error_at(request.scope["path"], failed), failed.status)
     answer.raw_headers += failed.headers
     return answer
@@ -132,7 +132,7 @@ def _error_response(request: Request, failed: Failed) -> Response:
 
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    answer = _error_response(request, Failed(error.status_code, str(error.detail)))
+    answer = _error_response(request, HTTPError(error.status_code, str(error.detail)))
     answer.headers.update(error.headers or {})
     if error.status_code == 405:
         answer.headers["allow"] = ", ".join(sorted(_methods(request)))
@@ -149,7 +149,7 @@ def _methods(request: Request) -> set[str]:
 
 
 async def _on_defect(request: Request, error: Exception) -> Response:
-    return _error_response(request, Failed(500, "internal error; see the server's log"))
+    return _error_response(request, HTTPError(500, "internal error; see the server's log"))
 
 
 # --- models, tokens, health -------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ async def _unpin(service: Service, request: Request) -> Response:
     name = request.path_params["name"]
     prefix = service.prefixes.get(name)
     if prefix is None or prefix["tenant"] != request.state.tenant:
-        raise Failed(404, f"there is no prefix {shown(name)}")
+        raise HTTPError(404, f"there is no prefix {shown(name)}")
     del service.prefixes[name]
     return json_response(await service.engine.ask(partial(messages.UnpinPrefix, prefix_id=name)))
 

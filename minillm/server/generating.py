@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 from minillm.errors import UsageError
 from minillm.server.answers import Json, Usage
 from minillm.server.engine_process import Answer, EngineDied
-from minillm.server.http.fair_queue import FairQueue, Place, num_seats
+from minillm.server.http.fair_queue import FairQueue, Place, num_slots
 from minillm.server.http.metrics import Metrics
-from minillm.server.http.sending import CONTEXT_LENGTH, Failed, body_message, send_json
+from minillm.server.http.sending import CONTEXT_LENGTH, HTTPError, body_message, send_json
 from minillm.server.replicas import Replicas
 from minillm.service.call_messages import Complete, Completion, Ended, Text
 from minillm.service.messages import RequestFailed
@@ -34,7 +34,7 @@ _SILENT_SECONDS = 10.0  # after this long without an event, a ping is sent; prox
 _EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Framing(Protocol):
+class ResponseEncoder(Protocol):
     """Encodes responses and events of one protocol, as `minillm.server.answers.Frame` does for OpenAI's completions."""
 
     ping: ClassVar[bytes]  # sent on a stream that has nothing to send
@@ -51,14 +51,14 @@ class Framing(Protocol):
     def closing(self, usage: Usage, *, has_usage: bool) -> bytes:
         """Return the last events of a stream that has succeeded."""
 
-    def error(self, failed: Failed) -> Json:
+    def error(self, failed: HTTPError) -> Json:
         """Return an error in this protocol's format."""
 
-    def failed(self, failed: Failed) -> bytes:
+    def failed(self, failed: HTTPError) -> bytes:
         """Return the last event of a stream that has failed."""
 
 
-class Form(Protocol):
+class Formatter(Protocol):
     """Formats the completions of a request as choices, the elements of OpenAI's field ``choices``.
 
     In all methods, ``number`` is the index of the prompt.
@@ -78,13 +78,13 @@ class Form(Protocol):
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """A parsed request: one engine call for each prompt, and the format of the response."""
 
     tenant: str
     calls: Sequence[Complete]
-    frame: Framing
-    form: Form
+    encoder: ResponseEncoder
+    formatter: Formatter
     streamed: bool
     has_usage: bool = False  # the stream ends with the token usage
     counts: bool = False  # each chunk of the stream has the token usage so far
@@ -93,10 +93,10 @@ class Asked:
 
 
 @dataclass
-class Generating:
+class GeneratedResponse:
     """An ASGI response that generates its content while it is sent."""
 
-    asked: Asked
+    request: ParsedRequest
     engine: Replicas
     queue: FairQueue
     metrics: Metrics
@@ -108,29 +108,29 @@ class Generating:
     _accepted: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine has checked all prompts
     _sent: float = 0.0  # time at which the last message was sent completely
     _sending: float = math.inf  # start time of sending the current message; infinity between messages
-    _is_left: bool = False  # the client disconnected or stopped reading
+    _is_disconnected: bool = False  # the client disconnected or stopped reading
     _is_over: bool = False
-    _looking: asyncio.TimerHandle | None = None
+    _client_check: asyncio.TimerHandle | None = None
     _keeping: asyncio.Task[None] | None = None
     _beginning: asyncio.Task[None] | None = None  # starts the prompts after the first
-    _places: dict[str, Place] = field(default_factory=dict)  # seats of running calls, by request
+    _places: dict[str, Place] = field(default_factory=dict)  # slots of running calls, by request
     _gone: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.current_task()
         assert work is not None
         # `_watch` runs when this task first waits. By then the request has been sent to the engine or queued.
-        send = self._noted(send)
+        send = self._recording_times(send)
         watching = asyncio.get_running_loop().call_soon(self._watch, work, receive, send)
         try:
             await self._work(send)
         except asyncio.CancelledError:
-            if not self._is_left or work.uncancel():  # the server is shutting down
+            if not self._is_disconnected or work.uncancel():  # the server is shutting down
                 raise
             self.metrics.disconnects.inc()
         finally:
             self._is_over = True
-            for each in (watching, self._looking, self._keeping, self._gone):
+            for each in (watching, self._client_check, self._keeping, self._gone):
                 if each is not None:
                     each.cancel()
 
@@ -139,37 +139,37 @@ class Generating:
 
         For a stream, also start the task that sends pings.
         """
-        self._look(work)
-        if self.asked.streamed:
-            self._keeping = asyncio.create_task(self._keep_alive(send))
-        self._gone = asyncio.create_task(_until_gone(receive))
+        self._check_client(work)
+        if self.request.streamed:
+            self._keeping = asyncio.create_task(self._send_pings(send))
+        self._gone = asyncio.create_task(_until_disconnected(receive))
         self._gone.add_done_callback(lambda gone: self._leave(work))
 
     def _leave(self, work: asyncio.Task[Any]) -> None:
         """Cancel ``work``, because nobody reads the response any more."""
-        if not self._is_over and not self._is_left:
-            self._is_left = True
+        if not self._is_over and not self._is_disconnected:
+            self._is_disconnected = True
             work.cancel()
 
-    def _look(self, work: asyncio.Task[Any]) -> None:
+    def _check_client(self, work: asyncio.Task[Any]) -> None:
         """Cancel ``work`` if the client has stopped reading. Otherwise check again later."""
         left = min(0.0, self._sending - time.monotonic()) + self.send_seconds
         if left < _TICK:  # a shorter wait would be a rounding error
             self._leave(work)
         else:
-            self._looking = asyncio.get_running_loop().call_later(left, self._look, work)
+            self._client_check = asyncio.get_running_loop().call_later(left, self._check_client, work)
 
-    def _noted(self, send: Send) -> Send:
-        """Wrap ``send`` to record when sending begins and ends, so that `_look` notices a client that does not read."""
+    def _recording_times(self, send: Send) -> Send:
+        """Wrap ``send`` to record the times of sending. They show `_check_client` whether the client reads."""
 
-        async def noted(message: Any) -> None:
+        async def recording(message: Any) -> None:
             self._sending = time.monotonic()
             await send(message)
             self._sending, self._sent = math.inf, time.monotonic()
 
-        return noted
+        return recording
 
-    async def _keep_alive(self, send: Send) -> None:
+    async def _send_pings(self, send: Send) -> None:
         """Wait a moment, then send the status and headers of a stream.
 
         After that, send a ping whenever nothing was sent for a while.
@@ -186,38 +186,38 @@ class Generating:
             elif self._sending < math.inf:  # the client does not read
                 await asyncio.sleep(_SILENT_SECONDS)
             else:
-                await send(body_message(self.asked.frame.ping, more=True))
+                await send(body_message(self.request.encoder.ping, more=True))
 
     async def _work(self, send: Send) -> None:
         began = time.monotonic()
         try:
-            self.queue.check_space(self.asked.tenant)
+            self.queue.check_space(self.request.tenant)
             await self._answer(send, began)
             self.metrics.whole.observe(time.monotonic() - began)
-        except Failed as failed:
+        except HTTPError as failed:
             await self._fail(send, failed)
         except EngineDied as died:
-            await self._fail(send, Failed(503, str(died)))
+            await self._fail(send, HTTPError(503, str(died)))
         except UsageError as error:
-            await self._fail(send, Failed(400, str(error)))
+            await self._fail(send, HTTPError(400, str(error)))
 
-    async def _fail(self, send: Send, failed: Failed) -> None:
+    async def _fail(self, send: Send, failed: HTTPError) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
-        frame = self.asked.frame
+        encoder = self.request.encoder
         if self._started:  # the headers are sent: report the error as an event and end the stream
-            await send(body_message(frame.failed(failed), more=False))
+            await send(body_message(encoder.failed(failed), more=False))
         else:
-            await send_json(send, failed.status, frame.error(failed), failed.headers)
+            await send_json(send, failed.status, encoder.error(failed), failed.headers)
 
     async def _answer(self, send: Send, began: float) -> None:
         news = asyncio.Event()
-        answers = [Answer(call.request_id, news=news) for call in self.asked.calls]
+        answers = [Answer(call.request_id, news=news) for call in self.request.calls]
         try:
             await self._begin(0, answers, news)
             if len(answers) > 1:
                 self._beginning = asyncio.create_task(self._begin_others(answers, news))
-            await (self._stream if self.asked.streamed else self._at_once)(send, answers, news, began)
+            await (self._stream if self.request.streamed else self._at_once)(send, answers, news, began)
         finally:
             if self._beginning is not None:
                 self._beginning.cancel()
@@ -228,8 +228,8 @@ class Generating:
 
     async def _begin(self, number: int, answers: list[Answer], news: asyncio.Event) -> None:
         """Wait until the queue admits prompt ``number``, then send the prompt to the engine."""
-        call, asked = self.asked.calls[number], self.asked
-        place = await self.queue.wait(asked.tenant, num_seats(call.params), asked.priority)
+        call, request = self.request.calls[number], self.request
+        place = await self.queue.wait(request.tenant, num_slots(call.params), request.priority)
         self._places[call.request_id] = place
         answers[number] = self.engine.complete(call, news)
 
@@ -242,7 +242,7 @@ class Generating:
             news.set()
 
     def _look_at(self, answers: list[Answer]) -> None:
-        """Free the seats that ended answers have in the queue. If a prompt could not be started, raise its error."""
+        """Free the slots that ended answers have in the queue. If a prompt could not be started, raise its error."""
         for answer in answers:
             if answer.ended is not None and (place := self._places.pop(answer.request_id, None)) is not None:
                 self.queue.release(place)
@@ -254,19 +254,19 @@ class Generating:
             await news.wait()
             news.clear()
             self._look_at(answers)
-            _raise_refused(answers, self.asked.names)
+            _raise_refused(answers, self.request.names)
         choices: list[Json] = []
         for number, answer in enumerate(answers):
             choices += self._end(number, answer)
-        prompt = self.asked.form.prompt(answers)
-        await send_json(send, 200, self.asked.frame.response(choices, self.usage, prompt))
+        prompt = self.request.formatter.prompt(answers)
+        await send_json(send, 200, self.request.encoder.response(choices, self.usage, prompt))
 
     def _end(self, number: int, answer: Answer) -> list[Json]:
         """Return the choices of an answer that has ended, and count its tokens."""
         ended = answer.ended
         assert isinstance(ended, Ended)
         self._count(answer, sum(each.num_tokens for each in ended.completions))
-        return self.asked.form.whole(number, ended.completions, answer)
+        return self.request.formatter.whole(number, ended.completions, answer)
 
     def _count(self, answer: Answer, num_tokens: int) -> None:
         ended = answer.ended
@@ -277,7 +277,7 @@ class Generating:
         self.metrics.completion_tokens.inc(num_tokens)
 
     async def _stream(self, send: Send, answers: list[Answer], news: asyncio.Event, began: float) -> None:
-        asked, frame, form = self.asked, self.asked.frame, self.asked.form
+        request, encoder, formatter = self.request, self.request.encoder, self.request.formatter
         seen: set[tuple[int, int]] = set()
         counts = [0] * len(answers)
         left = set(range(len(answers)))
@@ -288,10 +288,10 @@ class Generating:
             self._look_at(answers)
             choices: list[Json] = []
             if not self._accepted.is_set():
-                _raise_refused(answers, self.asked.names)
+                _raise_refused(answers, self.request.names)
                 if all(answer.began is not None or answer.ended is not None for answer in answers):
                     self._accepted.set()
-                    self._opening = frame.opening(answers)
+                    self._opening = encoder.opening(answers)
                     if self._started:
                         await self._send_start(send)
             for number in sorted(left):
@@ -299,32 +299,32 @@ class Generating:
                 texts: list[Text | Completion] = [*answer.take()]
                 ended = answer.ended
                 if isinstance(ended, RequestFailed):
-                    _raise_refused(answers, self.asked.names)
+                    _raise_refused(answers, self.request.names)
                 elif ended is not None:
                     left.discard(number)
                     texts += ended.completions
                 for text in texts:
                     if (number, text.index) not in seen:
                         seen.add((number, text.index))
-                        if (first := form.first(number, text.index, answer)) is not None:
+                        if (first := formatter.first(number, text.index, answer)) is not None:
                             choices.append(first)
                     counts[number] += text.num_tokens
                     engine_seconds = engine_seconds or (text.first_seconds if isinstance(text, Text) else 0.0)
-                    choices += form.pieces(number, text)
+                    choices += formatter.pieces(number, text)
                 if ended is not None:
                     self._count(answer, counts[number])
             if choices:
                 is_first, before = not has_started, b""
                 if is_first:
                     has_started, before = True, await self._start(send, engine_seconds)
-                usage = _so_far(answers, counts) if asked.counts else None
-                prompt = form.prompt(answers) if is_first else {}
-                chunks = frame.chunks(choices, usage, prompt, has_usage=asked.has_usage)
+                usage = _so_far(answers, counts) if request.counts else None
+                prompt = formatter.prompt(answers) if is_first else {}
+                chunks = encoder.chunks(choices, usage, prompt, has_usage=request.has_usage)
                 await send(body_message(before + chunks, more=True))
                 if is_first:
                     self.metrics.first_token.observe(time.monotonic() - began)
         before = b"" if has_started else await self._start(send, engine_seconds)
-        await send(body_message(before + frame.closing(self.usage, has_usage=asked.has_usage), more=False))
+        await send(body_message(before + encoder.closing(self.usage, has_usage=request.has_usage), more=False))
 
     async def _send_start(self, send: Send) -> None:
         """Send the status, the headers and the opening events of a stream, unless they were sent before."""
@@ -352,7 +352,7 @@ class Generating:
             return before
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _until_disconnected(receive: Receive) -> None:
     """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -365,7 +365,7 @@ def _raise_refused(answers: Sequence[Answer], names: Mapping[str, str]) -> None:
             name, colon, rest = error.partition(":")
             field = names.get(name, "")
             code = CONTEXT_LENGTH if answer.ended.kind == "context" else None
-            raise Failed(status, f"{field or name}{colon}{rest}", field=field, code=code)
+            raise HTTPError(status, f"{field or name}{colon}{rest}", field=field, code=code)
 
 
 def _so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:

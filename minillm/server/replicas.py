@@ -26,7 +26,7 @@ MAX_REPLICAS = 64
 _PIECE = 128  # characters or token ids of a prompt that get a key together
 _MOST_PIECES = 512  # maximum number of pieces of a prompt
 _MOST_PREFIXES = 1 << 16  # number of keys with a stored engine
-_MOST_HOMES = 1 << 14  # number of answers, prefixes and sessions with a stored engine
+_MOST_ENGINE_NUMBERS = 1 << 14  # number of answers, prefixes and sessions with a stored engine
 _SLACK = 4  # an engine is too busy to be preferred if it has more than 2 * (requests of the idlest engine) + _SLACK
 _MOST_RESTARTS = 5  # maximum restarts of an engine in _RESTART_WINDOW seconds
 _RESTART_WINDOW = 600.0
@@ -92,7 +92,7 @@ class Replicas:
     lost: Callable[[int], object] = lambda number: None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _prefix_engines: PrefixEngines = field(default_factory=PrefixEngines)
-    _homes: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    _engine_numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
     _keeping: list[asyncio.Task[None]] = field(default_factory=list)
     _refusal: str = ""  # why no more requests are accepted; empty while they are
 
@@ -145,7 +145,7 @@ class Replicas:
         ends: list[float] = []
         while True:
             await self.engines[number].ended.wait()
-            self._lose(number)
+            self._forget_engine(number)
             now = asyncio.get_running_loop().time()
             ends = [*(each for each in ends if now - each < _RESTART_WINDOW), now]
             if len(ends) > _MOST_RESTARTS:
@@ -166,11 +166,11 @@ class Replicas:
         if sum(task.done() for task in self._keeping) == len(self.engines) - 1:  # all other engines have ended for good
             self.ended.set()
 
-    def _lose(self, number: int) -> None:
+    def _forget_engine(self, number: int) -> None:
         """Drop everything stored about an engine that has ended, and end its streams of events."""
         self.lost(number)
-        for name in [name for name, home in self._homes.items() if home == number]:
-            del self._homes[name]
+        for name in [name for name, home in self._engine_numbers.items() if home == number]:
+            del self._engine_numbers[name]
             if (listener := self.listeners.get(name)) is not None:
                 listener(None)
 
@@ -229,7 +229,7 @@ class Replicas:
         """Send a call of a session to the engine that serves this session."""
         if isinstance(call, messages.OpenSession):
             self._settle(call.session, self._choose(None, None))
-        self.engines[self._homes.get(call.session, 0)].send(call)
+        self.engines[self._engine_numbers.get(call.session, 0)].send(call)
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
         """Start a request and return its answer. ``news`` is set whenever an event of the answer arrives.
@@ -241,7 +241,7 @@ class Replicas:
         if call.fork is None:
             home = self._choose(call.prompt, call.salt)
         else:
-            home = self._homes.get(call.fork.request_id, 0)
+            home = self._engine_numbers.get(call.fork.request_id, 0)
         self._settle(call.request_id, home)
         return self.engines[home].complete(call, news)
 
@@ -270,7 +270,7 @@ class Replicas:
                 self._settle(found["id"], home)
                 return {**found, "replica": home}
             case messages.UnpinPrefix(prefix_id=name):
-                return await self.engines[self._homes.get(name, 0)].ask(make)
+                return await self.engines[self._engine_numbers.get(name, 0)].ask(make)
         return await self.engines[self._choose(None, None)].ask(make)
 
     def _choose(self, prompt: Any, salt: str | None) -> int:
@@ -281,9 +281,9 @@ class Replicas:
         return self._prefix_engines.choose(keys_of(prompt, salt), loads)
 
     def _settle(self, name: str, home: int) -> None:
-        self._homes[name] = home
-        while len(self._homes) > _MOST_HOMES:
-            self._homes.popitem(last=False)
+        self._engine_numbers[name] = home
+        while len(self._engine_numbers) > _MOST_ENGINE_NUMBERS:
+            self._engine_numbers.popitem(last=False)
 
 
 def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:

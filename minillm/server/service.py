@@ -14,7 +14,7 @@ from starlette.responses import Response
 from minillm.checks import shown
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
-from minillm.server.http.sending import Failed
+from minillm.server.http.sending import HTTPError
 from minillm.server.replicas import Replicas
 from minillm.server.responses.answers import ResponseWriter
 from minillm.server.responses.store import ResponseStore
@@ -33,7 +33,7 @@ class Service:
     queue: FairQueue
     metrics: Metrics
     has_keys: bool = False  # the server requires API keys, so a key's owner must not read the text of other owners
-    shared: bool = False  # several owners of keys: none may take all seats, or detect others' prompts in the cache
+    shared: bool = False  # several owners of keys: none may take all slots, or detect others' prompts in the cache
     send_seconds: float = 60.0
     prefixes: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
@@ -48,10 +48,10 @@ class Service:
         self.prefixes = {id: each for id, each in self.prefixes.items() if each.get("replica", 0) != replica}
 
     def check_model(self, name: str | None) -> None:
-        """Raise Failed if ``name`` is not a name of the served model. Requests never load another model."""
+        """Raise HTTPError if ``name`` is not a name of the served model. Requests never load another model."""
         if name is not None and name not in self.names:
             why = f"the model {shown(name)} is not served here; use {self.names[0]}"
-            raise Failed(404, why, code="model_not_found")
+            raise HTTPError(404, why, code="model_not_found")
 
     def salt(self, tenant: str, salt: str | None = None, fork: ForkPoint | None = None) -> str | None:
         """Return the salt for a request's blocks in the prefix cache. Only requests with equal salts share blocks.

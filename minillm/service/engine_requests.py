@@ -21,14 +21,14 @@ from minillm.service.messages import RequestFailed, TableState
 from minillm.service.prefixes import Prefixes
 from minillm.service.prepare import Prepared, token_of
 
-_MOST_REMEMBERED = 2_000  # maximum number of ended answers that can be forked; older answers are forgotten
-_MOST_REMEMBERED_TOKENS = 1_000_000
+_MOST_FORKABLE = 2_000  # maximum number of ended answers that can be forked; older answers are forgotten
+_MOST_FORKABLE_TOKENS = 1_000_000
 _MOST_KEPT = 256  # maximum number of ended answers with blocks that stay in the pool
 _FIGURES_INTERVAL = 0.5  # seconds
 
 
 @dataclass(slots=True)
-class Live:
+class RunningRequest:
     """A running request."""
 
     prepared: Prepared
@@ -41,7 +41,7 @@ class Live:
 
 
 @dataclass(slots=True)
-class Remembered:
+class ForkableAnswer:
     """An ended answer that can be forked, even if its blocks are no longer in the pool."""
 
     tenant: str
@@ -66,15 +66,15 @@ class EngineRequests:
     driver: Driver
     send: Callable[[messages.AnyEvent], None]
     others: Callable[[str | None], dict[int, Owner]] = lambda reader: {}
-    live: dict[str, Live] = field(default_factory=dict)
-    remembered: OrderedDict[str, Remembered] = field(default_factory=OrderedDict)
+    running: dict[str, RunningRequest] = field(default_factory=dict)
+    forkable: OrderedDict[str, ForkableAnswer] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self.engine = self.driver.engine
         self.prefixes = Prefixes(self.driver, self.send)
         self.preparing: set[str] = set()  # requests that are being prepared; other threads add to this set
         self._gone: set[str] = set()  # requests that were aborted while they were prepared
-        self._num_remembered_tokens = 0
+        self._num_forkable_tokens = 0
         self._step_at = 0.0  # start time of the current step; 0 between steps
         self._figures_at = 0.0
         self._num_prefilled = self._num_decoded = 0
@@ -108,7 +108,9 @@ class EngineRequests:
             group = self.engine.add(request)
             searches = isinstance(params, BeamSearchParams)
             is_plain = call.streamed and not (call.echo or searches or params.logprobs is not None)
-            self.live[call.request_id] = Live(prepared, group, token_ids, not call.echo, call.wants_ids, is_plain)
+            self.running[call.request_id] = RunningRequest(
+                prepared, group, token_ids, not call.echo, call.wants_ids, is_plain
+            )
             if prepared.in_reasoning or call.streamed or call.wants_ids:
                 ids = token_ids if call.wants_ids else []
                 self.send(messages.Began(call.request_id, "", [], prepared.in_reasoning, len(token_ids), ids))
@@ -133,9 +135,9 @@ class EngineRequests:
         """
         fork = call.fork
         assert fork is not None
-        answer = self.remembered.get(fork.request_id)
+        answer = self.forkable.get(fork.request_id)
         if answer is None or answer.tenant != call.tenant:
-            known = f"the latest {_MOST_REMEMBERED} answers can be forked"
+            known = f"the latest {_MOST_FORKABLE} answers can be forked"
             raise UsageError(f"fork_of: unknown answer {shown(fork.request_id)}; {known}")
         if not 0 <= fork.index < len(answer.output_ids):
             raise UsageError(f"fork_of: no completion {fork.index}; the answer has {len(answer.output_ids)}")
@@ -143,7 +145,7 @@ class EngineRequests:
         count = len(output) if fork.num_tokens is None else fork.num_tokens
         if not 0 <= count <= len(output):
             raise UsageError(f"fork_of: num_tokens is {count}, but the completion has {len(output)} tokens")
-        self.remembered.move_to_end(fork.request_id)
+        self.forkable.move_to_end(fork.request_id)
         kept = [each for each in answer.sequences if each.table is not None]
         before = answer.prompt_ids + output[:count]
         parent = next((each for each in kept if each.token_ids[: len(before)] == before), None)
@@ -151,7 +153,7 @@ class EngineRequests:
 
     def abort(self, request_id: str) -> None:
         """Abort a request, whether it is running or still being prepared. An unknown request is ignored."""
-        if request_id in self.live:
+        if request_id in self.running:
             self.engine.abort(request_id)
         elif request_id in self.preparing:
             self._gone.add(request_id)
@@ -199,59 +201,59 @@ class EngineRequests:
         texts, strange = [], []
         for delta in deltas:
             name = delta.request_id
-            live = self.live.get(name)
-            if live is None:
+            running = self.running.get(name)
+            if running is None:
                 strange.append(delta)
                 continue
-            if live.is_plain:
-                count, ids = len(delta.token_ids), delta.token_ids if live.wants_ids else []
+            if running.is_plain:
+                count, ids = len(delta.token_ids), delta.token_ids if running.wants_ids else []
                 ends = (delta.finish_reason, delta.stop_reason)
                 texts.append(messages.Text(name, delta.index, delta.text, count, [], *ends, ids))
-            elif live.prepared.call.streamed and not delta.replaces:
-                self._begin(live)
-                texts.append(self._text(live, delta))
+            elif running.prepared.call.streamed and not delta.replaces:
+                self._begin(running)
+                texts.append(self._text(running, delta))
             else:
                 continue
-            if not live.is_timed:
-                live.is_timed = True
-                texts[-1].first_seconds = live.group.metrics.time_to_first_token or 0.0
+            if not running.is_timed:
+                running.is_timed = True
+                texts[-1].first_seconds = running.group.metrics.time_to_first_token or 0.0
         if texts:
             self.send(messages.Texts(texts))
         outputs = []
         for name in list(engine.requests.finished):
             group = engine.requests.finished[name]
             output = engine.requests.take(name)
-            if name in self.live:
-                self._end(self.live.pop(name), output)
+            if name in self.running:
+                self._end(self.running.pop(name), output)
             elif not self.prefixes.take(name, group):
                 outputs.append(output)
         return strange, outputs
 
-    def _begin(self, live: Live) -> None:
+    def _begin(self, running: RunningRequest) -> None:
         """Send `Began` with the text and tokens of the prompt.
 
         Do nothing if the event was sent before, or if the client does not need it.
         """
-        if live.has_begun:
+        if running.has_begun:
             return
-        live.has_begun = True
-        tokenizer, scores = self.engine.tokenizer, live.group.scores
-        text = "" if tokenizer is None else tokenizer.decode(live.token_ids)
+        running.has_begun = True
+        tokenizer, scores = self.engine.tokenizer, running.group.scores
+        text = "" if tokenizer is None else tokenizer.decode(running.token_ids)
         tokens = []
         if scores is not None:
-            tokens = [token_of(tokenizer, live.token_ids[0], None, [])]
+            tokens = [token_of(tokenizer, running.token_ids[0], None, [])]
             tokens += [self._token(each, each.rank) for each in scores.tokens if each is not None]
-        call, count = live.prepared.call, len(live.token_ids)
-        ids = live.token_ids if call.wants_ids else []
-        self.send(messages.Began(call.request_id, text, tokens, live.prepared.in_reasoning, count, ids))
+        call, count = running.prepared.call, len(running.token_ids)
+        ids = running.token_ids if call.wants_ids else []
+        self.send(messages.Began(call.request_id, text, tokens, running.prepared.in_reasoning, count, ids))
 
-    def _text(self, live: Live, delta: Delta) -> messages.Text:
+    def _text(self, running: RunningRequest, delta: Delta) -> messages.Text:
         tokens: list[messages.Token] = []
-        if live.group.params.logprobs is not None and delta.token_ids:
-            sequence = next(each for each in live.group.sequences if each.index == delta.index)
+        if running.group.params.logprobs is not None and delta.token_ids:
+            sequence = next(each for each in running.group.sequences if each.index == delta.index)
             first = sequence.num_output_tokens - len(delta.token_ids)
             tokens = [self._token(each) for each in sequence.logprobs[first : first + len(delta.token_ids)]]
-        ids = delta.token_ids if live.prepared.call.wants_ids else []
+        ids = delta.token_ids if running.prepared.call.wants_ids else []
         count, reasons = len(delta.token_ids), (delta.finish_reason, delta.stop_reason)
         return messages.Text(delta.request_id, delta.index, delta.text, count, tokens, *reasons, ids)
 
@@ -259,19 +261,19 @@ class EngineRequests:
         top = [(other, finite(value)) for other, value in each.top]
         return token_of(self.engine.tokenizer, each.token_id, finite(each.logprob), top, rank)
 
-    def _end(self, live: Live, output: RequestOutput) -> None:
-        call, group = live.prepared.call, live.group
-        self._remember(live, output)
+    def _end(self, running: RunningRequest, output: RequestOutput) -> None:
+        call, group = running.prepared.call, running.group
+        self._keep_forkable(running, output)
         if group.error is not None:
             kind = "usage" if group.error.is_usage else "internal"
             self.send(RequestFailed(call.request_id, group.error.text, kind))
             return
-        self._begin(live)
+        self._begin(running)
         wanted = not call.streamed or isinstance(group.params, BeamSearchParams)
         self.send(
             messages.Ended(
                 call.request_id,
-                len(live.token_ids),
+                len(running.token_ids),
                 output.num_cached_tokens,
                 [self._completion(each, call.wants_ids) for each in output.outputs] if wanted else [],
                 sum(each.reasoning_tokens for each in output.outputs),
@@ -293,19 +295,21 @@ class EngineRequests:
 
     # --- answers that can be forked -----------------------------------------------------------------------------------
 
-    def _remember(self, live: Live, output: RequestOutput) -> None:
-        call, sequences = live.prepared.call, [each for each in live.group.sequences if each.table is not None]
+    def _keep_forkable(self, running: RunningRequest, output: RequestOutput) -> None:
+        call, sequences = running.prepared.call, [each for each in running.group.sequences if each.table is not None]
         if output.error is not None or any(each.finish_reason == "abort" for each in output.outputs):
             self._release(sequences)
             return
         ids = [each.token_ids for each in output.outputs]
-        self.remembered[call.request_id] = Remembered(call.tenant, live.token_ids, ids, live.group.salt, sequences)
-        self._num_remembered_tokens += len(live.token_ids) + sum(map(len, ids))
-        while len(self.remembered) > _MOST_REMEMBERED or self._num_remembered_tokens > _MOST_REMEMBERED_TOKENS:
-            _, old = self.remembered.popitem(last=False)
-            self._num_remembered_tokens -= len(old.prompt_ids) + sum(map(len, old.output_ids))
+        self.forkable[call.request_id] = ForkableAnswer(
+            call.tenant, running.token_ids, ids, running.group.salt, sequences
+        )
+        self._num_forkable_tokens += len(running.token_ids) + sum(map(len, ids))
+        while len(self.forkable) > _MOST_FORKABLE or self._num_forkable_tokens > _MOST_FORKABLE_TOKENS:
+            _, old = self.forkable.popitem(last=False)
+            self._num_forkable_tokens -= len(old.prompt_ids) + sum(map(len, old.output_ids))
             self._release(old.sequences)
-        kept = [each for each in self.remembered.values() if each.sequences]
+        kept = [each for each in self.forkable.values() if each.sequences]
         for old in kept[: max(0, len(kept) - _MOST_KEPT)]:
             self._release(old.sequences)
             old.sequences = []
@@ -327,10 +331,10 @@ class EngineRequests:
             shows = reader in (None, tenant)
             found.update((each.seq_id, Owner(name, each.index, state, each, shows)) for each in sequences)
 
-        for name, answer in self.remembered.items():
+        for name, answer in self.forkable.items():
             add(name, answer.tenant, "idle", answer.sequences)
-        for name, live in self.live.items():
-            add(name, live.prepared.call.tenant, "running", live.group.sequences)
+        for name, running in self.running.items():
+            add(name, running.prepared.call.tenant, "running", running.group.sequences)
         for name, pin in self.prefixes.pinned.items():
             add(name, pin.tenant, "running" if pin.sequence is None else "pinned", pin.group.sequences)
         return found

@@ -32,7 +32,7 @@ def server(tiny: Path) -> Iterator[Server]:
 
 @pytest.mark.anyio
 async def test_clients_that_go_away_leave_nothing(server: Server) -> None:
-    """Streaming or not, queued or running: no block, no seat and no descriptor stays."""
+    """Streaming or not, queued or running: no block, no slot and no descriptor stays."""
     dice = random.Random(5)
     server.wait_until_idle()
     before = server.num_descriptors()
@@ -152,7 +152,7 @@ def test_a_full_queue_is_told_when_to_come_again(of_long_answers: Path) -> None:
                 if len(answers) == 8:
                     break
                 time.sleep(0.1)
-            full = list(answers)  # the others wait until the one that has the seat goes
+            full = list(answers)  # the others wait until the one that has the slot goes
         for thread in threads:
             thread.join()
         assert [answer.status_code for answer in answers] == [429] * 8 + [200] * 2

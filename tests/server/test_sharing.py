@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from lib.server import Engine
 from minillm.server.answers import Frame
-from minillm.server.completions.forms import TextForm
-from minillm.server.generating import Asked, Generating
-from minillm.server.http.fair_queue import FairQueue, Full
+from minillm.server.completions.formatters import TextFormatter
+from minillm.server.generating import GeneratedResponse, ParsedRequest
+from minillm.server.http.fair_queue import FairQueue, QueueFull
 from minillm.server.http.metrics import Metrics
 from minillm.service.call_messages import Complete
 from minillm.service.sharing import SharedThreads, leaves_some
@@ -75,7 +75,7 @@ async def test_seats_stay_free_for_another_tenant() -> None:
         queue.release(annas[0].result())
     await asyncio.sleep(0)
     assert queue.taken["anna"] == 13, "a place is given back once"
-    assert sum(task.done() for task in annas) == 14, "two seats stay free for the next tenant"
+    assert sum(task.done() for task in annas) == 14, "two slots stay free for the next tenant"
     for task in annas:
         task.cancel()
     lone = FairQueue(16, 99)
@@ -93,7 +93,7 @@ async def test_the_tenant_with_the_fewest_seats_is_next() -> None:
     await asyncio.sleep(0)
     queue.release(places[0])
     await asyncio.sleep(0)
-    assert ben.done(), "Anna's request is older, but she has a seat"
+    assert ben.done(), "Anna's request is older, but she has a slot"
     assert not anna.done()
     anna.cancel()
 
@@ -107,7 +107,7 @@ async def test_the_queue_has_room_for_another_tenant() -> None:
         queue.check_space("anna")
         waiting.append(asyncio.create_task(queue.wait("anna", 1)))
         await asyncio.sleep(0)
-    with pytest.raises(Full):
+    with pytest.raises(QueueFull):
         queue.check_space("anna")
     queue.check_space("ben")
     for task in waiting:
@@ -129,9 +129,9 @@ async def test_prompts_of_one_request_take_seats_one_by_one(streamed: bool) -> N
 
     queue, log, engine, sent = FairQueue(2, 9), [], Counted(), []
     calls = [Complete(f"x-{number}", "anna", [1], {"max_tokens": 9}, streamed=streamed) for number in range(6)]
-    form = TextForm(1, False, False)
-    asked = Asked("anna", calls, Frame("x", "m", "text_completion"), form, streamed)
-    answering = Generating(asked, engine, queue, Metrics(queue, list), 60.0)  # type: ignore[arg-type]
+    form = TextFormatter(1, False, False)
+    asked = ParsedRequest("anna", calls, Frame("x", "m", "text_completion"), form, streamed)
+    answering = GeneratedResponse(asked, engine, queue, Metrics(queue, list), 60.0)  # type: ignore[arg-type]
 
     async def send(message: Any) -> None:
         sent.append(message)

@@ -44,14 +44,14 @@ def run(requests: EngineRequests) -> None:
         requests.step()
 
 
-def test_as_many_tokens_are_remembered_as_have_room(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_answers_can_be_forked_as_the_limit_allows(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each answer has 8 tokens with its prompt, so only the latest two are kept."""
-    monkeypatch.setattr(engine_requests, "_MOST_REMEMBERED_TOKENS", 20)
+    monkeypatch.setattr(engine_requests, "_MOST_FORKABLE_TOKENS", 20)
     inside, _ = around(model)
     for number in range(6):
         inside.add(prepared(f"r{number}", [5, 6, 7, 8, 9 + number]))
         run(inside)
-        assert list(inside.remembered) == [f"r{each}" for each in range(max(0, number - 1), number + 1)]
+        assert list(inside.forkable) == [f"r{each}" for each in range(max(0, number - 1), number + 1)]
 
 
 def test_a_request_that_is_aborted_while_it_is_prepared_never_runs(model: Llama) -> None:
@@ -62,13 +62,13 @@ def test_a_request_that_is_aborted_while_it_is_prepared_never_runs(model: Llama)
     inside.add(prepared("gone", [5, 6]))
     inside.refuse("wrong", UsageError("nobody waits for this"))
     inside.add(prepared("stays", [5, 6]))
-    assert list(inside.live) == ["stays"]
+    assert list(inside.running) == ["stays"]
     run(inside)
     assert [event.request_id for event in events if isinstance(event, messages.Ended | RequestFailed)] == ["stays"]
     assert not inside.preparing
     inside.preparing.add("gone")
     inside.add(prepared("gone", [5, 6]))  # an id that is used again is another request
-    assert list(inside.live) == ["gone"]
+    assert list(inside.running) == ["gone"]
     run(inside)
 
 

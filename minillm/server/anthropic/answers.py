@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from minillm.server.answers import Json, Usage, event
-from minillm.server.completions.forms import EventWriter
+from minillm.server.completions.formatters import EventWriter
 from minillm.server.engine_process import Answer
-from minillm.server.http.sending import CONTEXT_LENGTH, Failed
+from minillm.server.http.sending import CONTEXT_LENGTH, HTTPError
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
 from minillm.text.safe import parse_strict_json
 
@@ -89,10 +89,10 @@ class MessageWriter(EventWriter):
         last = {"type": "message_delta", "delta": self.stop, "usage": _usage(usage)}
         return self.encoded([last, {"type": "message_stop"}])
 
-    def error(self, failed: Failed) -> Json:
+    def error(self, failed: HTTPError) -> Json:
         return message_error(failed)
 
-    def failed(self, failed: Failed) -> bytes:
+    def failed(self, failed: HTTPError) -> bytes:
         return self.encoded([message_error(failed)])
 
     def _message(self, usage: Usage, content: list[Json]) -> Json:
@@ -134,7 +134,7 @@ def _usage(usage: Usage) -> Json:
     }
 
 
-def message_error(failed: Failed) -> Json:
+def message_error(failed: HTTPError) -> Json:
     """Return an error in Anthropic's format. If `_KINDS` does not list its status, it has OpenAI's type."""
     message, kind = str(failed), failed.json()["error"]["type"]
     if failed.code == CONTEXT_LENGTH:  # clients look for these words, and then shorten the conversation
@@ -148,6 +148,6 @@ def is_messages(path: str) -> bool:
     return f"{path}/".startswith("/v1/messages/")
 
 
-def error_at(path: str, failed: Failed) -> Json:
+def error_at(path: str, failed: HTTPError) -> Json:
     """Return an error in the format of the route at ``path``: Anthropic's for the Messages API, else OpenAI's."""
     return message_error(failed) if is_messages(path) else failed.json()

@@ -16,7 +16,7 @@ from minillm.server.answers import Json
 from minillm.server.anthropic.answers import MessageWriter
 from minillm.server.bodies import BadField, ChatBody, SharedFields
 from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens
-from minillm.server.generating import Generating
+from minillm.server.generating import GeneratedResponse
 from minillm.server.service import Service, json_response
 from minillm.text.reasoning import CLOSE
 
@@ -216,7 +216,7 @@ def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, 
     return body, chat_call(service, request.state.tenant, name, chat, _NAMES)
 
 
-async def create_message(service: Service, request: Request) -> Generating:
+async def create_message(service: Service, request: Request) -> GeneratedResponse:
     name = f"msg_{secrets.token_hex(12)}"
     body, made = _read(service, request, name)
     omits = body.thinking is not None and body.thinking.display == "omitted"

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from minillm.server import bodies
 from minillm.server.answers import Frame, Json
 from minillm.server.bodies import BadField, ChatBody, CompletionBody
-from minillm.server.completions.forms import ChatForm, TextForm
-from minillm.server.generating import Asked, Form, Framing, Generating
+from minillm.server.completions.formatters import ChatFormatter, TextFormatter
+from minillm.server.generating import Formatter, GeneratedResponse, ParsedRequest, ResponseEncoder
 from minillm.server.parsers.thoughts import ThoughtReader, template_options, with_effort
 from minillm.server.parsers.tool_choice import call_form, call_formats, choice_of
 from minillm.server.service import Service
@@ -27,7 +27,7 @@ class ChatCall:
 
     Attributes:
         reader: creates a reader for an answer's text. Its argument is whether the answer begins inside the reasoning.
-        names: `Asked.names`, for the engine's errors.
+        names: `ParsedRequest.names`, for the engine's errors.
     """
 
     body: ChatBody
@@ -35,13 +35,13 @@ class ChatCall:
     reader: Callable[[bool], ThoughtReader]
     names: Mapping[str, str]
 
-    def response(self, service: Service, frame: Framing, form: Form) -> Generating:
+    def response(self, service: Service, encoder: ResponseEncoder, formatter: Formatter) -> GeneratedResponse:
         """Return the response that generates the answer."""
-        return generating(service, self.body, [self.call], frame, form, self.names)
+        return generating(service, self.body, [self.call], encoder, formatter, self.names)
 
 
 def chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: Mapping[str, str] = {}) -> ChatCall:
-    """Return the engine's call for a chat request. Raises BadField, or Failed for an unknown model.
+    """Return the engine's call for a chat request. Raises BadField, or HTTPError for an unknown model.
 
     Args:
         name: the request's id.
@@ -76,14 +76,14 @@ def _chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: 
     return ChatCall(body, call, reader, {**names, "grammar": grammar})
 
 
-async def chat(service: Service, request: Request) -> Generating:
+async def chat(service: Service, request: Request) -> GeneratedResponse:
     body, name = bodies.read_body(ChatBody, request.state.body), f"chatcmpl-{secrets.token_hex(12)}"
     made = chat_call(service, request.state.tenant, name, body)
-    form = ChatForm(bool(body.logprobs), made.reader, body.prompt_logprobs is not None)
-    return made.response(service, Frame(name, service.names[0], "chat.completion"), form)
+    formatter = ChatFormatter(bool(body.logprobs), made.reader, body.prompt_logprobs is not None)
+    return made.response(service, Frame(name, service.names[0], "chat.completion"), formatter)
 
 
-async def complete(service: Service, request: Request) -> Generating:
+async def complete(service: Service, request: Request) -> GeneratedResponse:
     body = bodies.read_body(CompletionBody, request.state.body)
     body.check()
     service.check_model(body.model)
@@ -91,9 +91,9 @@ async def complete(service: Service, request: Request) -> Generating:
     names = [name] if len(prompts) == 1 else [f"{name}-{number}" for number in range(len(prompts))]
     pairs = zip(names, prompts, strict=True)
     calls = [_call(service, request.state.tenant, each, body, prompt, params) for each, prompt in pairs]
-    form = TextForm(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
-    frame = Frame(name, service.names[0], "text_completion")
-    return generating(service, body, calls, frame, form)
+    formatter = TextFormatter(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
+    encoder = Frame(name, service.names[0], "text_completion")
+    return generating(service, body, calls, encoder, formatter)
 
 
 def _call(
@@ -119,14 +119,16 @@ def generating(
     service: Service,
     body: ChatBody | CompletionBody,
     calls: list[messages.Complete],
-    frame: Framing,
-    form: Form,
+    encoder: ResponseEncoder,
+    formatter: Formatter,
     names: Mapping[str, str] = {},
-) -> Generating:
-    """Return the response that generates the answers to ``calls``. ``names``: see `Asked`."""
+) -> GeneratedResponse:
+    """Return the response that generates the answers to ``calls``. ``names``: see `ParsedRequest`."""
     streamed = bool(body.stream)
-    asked = Asked(calls[0].tenant, calls, frame, form, streamed, body.has_usage, body.counts, names, body.priority)
-    return Generating(asked, service.engine, service.queue, service.metrics, service.send_seconds)
+    request = ParsedRequest(
+        calls[0].tenant, calls, encoder, formatter, streamed, body.has_usage, body.counts, names, body.priority
+    )
+    return GeneratedResponse(request, service.engine, service.queue, service.metrics, service.send_seconds)
 
 
 async def count_prompt_tokens(service: Service, call: messages.Complete) -> int:

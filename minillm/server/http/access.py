@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minillm.server.anthropic.answers import error_at, is_messages
 from minillm.server.http.metrics import Metrics
-from minillm.server.http.sending import Failed, send_json
+from minillm.server.http.sending import HTTPError, send_json
 
 OPEN_PATHS = ("/health", "/version")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -137,7 +137,7 @@ class Access:
             state["tenant"] = tenant or ""
             if scope["method"] in ("POST", "PUT", "PATCH"):
                 state["body"] = await self._read(headers, receive, state["tenant"])
-        except Failed as failed:
+        except HTTPError as failed:
             await send_json(counted, failed.status, error_at(scope["path"], failed), failed.headers)
             return
         await self.app(scope, receive, counted)
@@ -156,29 +156,29 @@ class Access:
         return tenant
 
     def _check(self, scope: Scope, headers: Mapping[str, str], tenant: str | None) -> None:
-        """Raise Failed if the request does not follow the rules. Its body is not checked."""
+        """Raise HTTPError if the request does not follow the rules. Its body is not checked."""
         rules = self.rules
         names = [name for name, _ in scope["headers"]]
         for name in _SINGLE:
             if names.count(name.encode()) > 1:
-                raise Failed(400, f"more than one {name} header; send one")
+                raise HTTPError(400, f"more than one {name} header; send one")
         if rules.hosts and _hostname(headers.get("host", "")) not in rules.hosts:
-            raise Failed(403, "unknown Host header: use one of this server's names, or allow more by --allowed-host")
+            raise HTTPError(403, "unknown Host header: use one of this server's names, or allow more by --allowed-host")
         if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
-            raise Failed(501, "transfer-encoding must be chunked; send the body without other encodings")
+            raise HTTPError(501, "transfer-encoding must be chunked; send the body without other encodings")
         if tenant is None and scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
             why = "this server requires an API key: send Authorization: Bearer KEY"
-            raise Failed(401, why, [(b"www-authenticate", b"Bearer")])
+            raise HTTPError(401, why, [(b"www-authenticate", b"Bearer")])
 
     async def _read(self, headers: Mapping[str, str], receive: Receive, tenant: str) -> bytes:
-        """Return the request's body. Raises Failed if the body is rejected."""
+        """Return the request's body. Raises HTTPError if the body is rejected."""
         limit, length = self.rules.max_body, headers.get("content-length", "")
         size = int(length) if length.isdecimal() and len(length) < 20 else limit
         if size > limit:
-            raise Failed(413, f"the body is larger than {limit} bytes", _CLOSE)
+            raise HTTPError(413, f"the body is larger than {limit} bytes", _CLOSE)
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page could send other types without a preflight request
-            raise Failed(415, "content-type must be application/json", _CLOSE)
+            raise HTTPError(415, "content-type must be application/json", _CLOSE)
         try:
             async with asyncio.timeout(self.rules.body_seconds):
                 first = await receive()
@@ -188,7 +188,7 @@ class Access:
                     return await self._read_rest(first, receive)
         except TimeoutError:
             why = f"the body did not arrive within {self.rules.body_seconds:g} s"
-            raise Failed(408, why, _CLOSE) from None
+            raise HTTPError(408, why, _CLOSE) from None
 
     async def _read_rest(self, message: Message, receive: Receive) -> bytes:
         parts, size = [], 0
@@ -198,12 +198,12 @@ class Access:
             if size > self.rules.max_body or not message.get("more_body", False):
                 return self._joined(parts)
             message = await receive()
-        raise Failed(400, "the client has disconnected", _CLOSE)
+        raise HTTPError(400, "the client has disconnected", _CLOSE)
 
     def _joined(self, parts: Sequence[bytes]) -> bytes:
         body = b"".join(parts)
         if len(body) > self.rules.max_body:
-            raise Failed(413, f"the body is larger than {self.rules.max_body} bytes", _CLOSE)
+            raise HTTPError(413, f"the body is larger than {self.rules.max_body} bytes", _CLOSE)
         return body
 
     def _counted(self, scope: Scope, origin: str, send: Send) -> Send:

@@ -1,6 +1,6 @@
 """A bounded, fair queue in front of the engine. No tenant starves.
 
-A seat is the right to run one sequence in the engine. A request needs a seat for each of its sequences.
+A slot is the right to run one sequence in the engine. A request needs a slot for each of its sequences.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from minillm.server.http.sending import Failed
+from minillm.server.http.sending import HTTPError
 from minillm.service.sharing import leaves_some
 
-_PATIENCE = 10.0  # seconds of waiting that count as much as one step of priority or one seat of the tenant
-_TIMES = 7  # a tenant may have up to this many times the number of seats that stay free
+_PATIENCE = 10.0  # seconds of waiting that count as much as one step of priority or one slot of the tenant
+_TIMES = 7  # a tenant may have up to this many times the number of slots that stay free
 
 
-class Full(Failed):
+class QueueFull(HTTPError):
     """The queue is full. Try again after ``retry_after`` seconds."""
 
     def __init__(self, retry_after: int) -> None:
@@ -28,8 +28,8 @@ class Full(Failed):
         self.retry_after = retry_after
 
 
-def num_seats(params: Mapping[str, Any]) -> Any:
-    """Return the number of seats that a request needs: one for each of its sequences.
+def num_slots(params: Mapping[str, Any]) -> Any:
+    """Return the number of slots that a request needs: one for each of its sequences.
 
     ``params`` are the request's sampling parameters, which are not checked yet.
     """
@@ -39,29 +39,29 @@ def num_seats(params: Mapping[str, Any]) -> Any:
 
 @dataclass(eq=False)
 class Place:
-    """A request in the queue. When the request gets its ``count`` seats, the future ``turn`` is done."""
+    """A request in the queue. When the request gets its ``count`` slots, the future ``turn`` is done."""
 
     tenant: str
     count: int
     priority: int
-    since: float  # time at which the request was queued; once it has its seats, time at which it got the seats
+    since: float  # time at which the request was queued; once it has its slots, time at which it got the slots
     turn: asyncio.Future[None]
-    is_free: bool = False  # the seats were freed
+    is_free: bool = False  # the slots were freed
 
 
 @dataclass
 class FairQueue:
-    """Hands out ``total`` seats to requests. At most ``most_waiting`` requests wait.
+    """Hands out ``total`` slots to requests. At most ``most_waiting`` requests wait.
 
-    A seat is the right to run one sequence in the engine.
+    A slot is the right to run one sequence in the engine.
 
-    The tenant with the fewest seats is served next. Of this tenant's requests, the one with the lowest ``priority`` is
+    The tenant with the fewest slots is served next. Of this tenant's requests, the one with the lowest ``priority`` is
     first. Among requests of equal priority, the oldest is first. The longer a request waits, the less the number of
-    seats and the priority matter, so every request is served. If too few seats are free for the next request, no other
+    slots and the priority matter, so every request is served. If too few slots are free for the next request, no other
     request overtakes it.
 
-    If ``shared``, several tenants use the server. Then no tenant gets all seats or fills the whole queue, so other
-    tenants always find some free seats and some space in the queue.
+    If ``shared``, several tenants use the server. Then no tenant gets all slots or fills the whole queue, so other
+    tenants always find some free slots and some space in the queue.
     """
 
     total: int
@@ -73,21 +73,21 @@ class FairQueue:
 
     @property
     def num_taken(self) -> int:
-        """Return the number of seats that are taken."""
+        """Return the number of slots that are taken."""
         return self.taken.total()
 
     def check_space(self, tenant: str) -> None:
-        """Raise Full if the queue has no space for another request of this tenant."""
+        """Raise QueueFull if the queue has no space for another request of this tenant."""
         free = self.most_waiting - len(self.waiting)
         own = sum(each.tenant == tenant for each in self.waiting) if self.shared else 0
         if free <= 0 or not leaves_some(own, 1, free):
-            raise Full(self.retry_after())
+            raise QueueFull(self.retry_after())
 
     @asynccontextmanager
     async def take(self, tenant: str, count: int, priority: int = 0) -> AsyncIterator[None]:
-        """Wait for ``count`` seats, one per sequence. Free them when the context closes.
+        """Wait for ``count`` slots, one per sequence. Free them when the context closes.
 
-        Raises Full if the queue has no space.
+        Raises QueueFull if the queue has no space.
         """
         self.check_space(tenant)
         place = await self.wait(tenant, count, priority)
@@ -97,9 +97,9 @@ class FairQueue:
             self.release(place)
 
     async def wait(self, tenant: str, count: int, priority: int = 0) -> Place:
-        """Wait for ``count`` seats, one per sequence, however long the queue is. Return the place in the queue.
+        """Wait for ``count`` slots, one per sequence, however long the queue is. Return the place in the queue.
 
-        The caller must free the seats with `release`.
+        The caller must free the slots with `release`.
         """
         turn = asyncio.get_running_loop().create_future()
         place = Place(tenant, min(count, self.total), priority, time.monotonic(), turn)
@@ -118,7 +118,7 @@ class FairQueue:
         return place
 
     def release(self, place: Place) -> None:
-        """Free the seats of ``place``. A second call for the same place does nothing."""
+        """Free the slots of ``place``. A second call for the same place does nothing."""
         if place.is_free:
             return
         place.is_free = True
@@ -133,7 +133,7 @@ class FairQueue:
         return max(1, min(60, round(self._mean_seconds * len(self.waiting) / max(1, self.total))))
 
     def _admit(self) -> None:
-        """Give seats to waiting requests, in order, until the next request needs more seats than are free."""
+        """Give slots to waiting requests, in order, until the next request needs more slots than are free."""
         while self.waiting:
             now = time.monotonic()
             able = [each for each in self.waiting if self._leaves_some(each)] if self.shared else self.waiting

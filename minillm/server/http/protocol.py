@@ -15,7 +15,7 @@ from uvicorn.protocols.http.flow_control import service_unavailable
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from minillm.server.anthropic.answers import error_at
-from minillm.server.http.sending import Failed, send_json
+from minillm.server.http.sending import HTTPError, send_json
 
 HEADER_SECONDS = 20.0
 HEADER_BYTES = 64 << 10  # limit of a head, and of the bytes between or after the pieces of a body
@@ -164,7 +164,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Reject bytes that are not a valid request, and close the connection."""
         large = self._num_framing > HEADER_BYTES
         why = f"headers larger than {HEADER_BYTES} bytes" if large else f"the bytes are not HTTP: {msg}"
-        body = msgspec.json.encode(Failed(400, why).json())
+        body = msgspec.json.encode(HTTPError(400, why).json())
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         self.transport.write(b"HTTP/1.1 400 Bad Request\r\n" + head.encode("ascii") + body)
         self.transport.close()
@@ -238,5 +238,5 @@ class BoundedProtocol(HttpToolsProtocol):
 async def _too_many(scope: Scope, receive: Receive, send: Send) -> None:
     """Respond with status 503, because there are too many connections."""
     again = [(b"retry-after", b"1"), (b"connection", b"close")]
-    failed = Failed(503, "too many connections; try again later", again)
+    failed = HTTPError(503, "too many connections; try again later", again)
     await send_json(send, failed.status, error_at(scope["path"], failed), failed.headers)

@@ -12,7 +12,7 @@ CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is
 _TYPE_JSON = (b"content-type", b"application/json")
 
 
-class Failed(Exception):
+class HTTPError(Exception):
     """Raised to end a request with an error response.
 
     ``field`` is the name of the request's invalid field, ``code`` is OpenAI's error code.

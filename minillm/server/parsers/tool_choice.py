@@ -22,13 +22,13 @@ class CallForm:
     """The format in which a model writes tool calls.
 
     Attributes:
-        around: the texts before the first call, between two calls, and after the last call.
+        delimiters: the texts before the first call, between two calls, and after the last call.
         arguments: the key of a call's arguments in JSON.
         has_many: one answer can contain several calls.
         tag: the text that begins each call. If it is empty, the whole answer is one call or a list of calls.
     """
 
-    around: tuple[str, str, str]
+    delimiters: tuple[str, str, str]
     arguments: str = "arguments"
     has_many: bool = True
     tag: str = ""
@@ -131,12 +131,12 @@ class ToolChoice:
 
 def _calls(form: CallForm, most: int) -> str:
     """Return the Lark expression of an answer that consists of calls."""
-    before, between, after = map(json.dumps, form.around)
+    before, between, after = map(json.dumps, form.delimiters)
     calls = "call"
     if form.has_many and most > 1:
         calls += f" ({between} call){{0,{most - 1}}}"
     # Lark has no empty strings.
-    return " ".join([*([before] if form.around[0] else ()), calls, *([after] if form.around[2] else ())])
+    return " ".join([*([before] if form.delimiters[0] else ()), calls, *([after] if form.delimiters[2] else ())])
 
 
 def _answer(form: CallForm, most: int) -> list[str]:
@@ -145,7 +145,7 @@ def _answer(form: CallForm, most: int) -> list[str]:
     A `CallReader` limited to `CallForm.formats` finds exactly these calls in the answer.
     """
     if form.tag:  # text in which each tag begins a call
-        before, after = json.dumps(form.around[0].removeprefix(form.tag)), json.dumps(form.around[2])
+        before, after = json.dumps(form.delimiters[0].removeprefix(form.tag)), json.dumps(form.delimiters[2])
         text = f"TEXT: /(.|\\n)+/ & ~/(.|\\n)*{form.tag}(.|\\n)*/"
         return [f"start: (words {before} call {after}){{0,{most}}} TEXT?", f"words[lazy]: /(.|\\n)*{form.tag}/", text]
     return [f"start: {_calls(form, most)} | TEXT?", f"TEXT: /(.|\\n)+/ & ~/\\s*({_UNTAGGED})(.|\\n)*/"]

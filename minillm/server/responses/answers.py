@@ -14,9 +14,9 @@ from itertools import accumulate, count
 from typing import Any
 
 from minillm.server.answers import Json, Usage, token_logprobs
-from minillm.server.completions.forms import EventWriter
+from minillm.server.completions.formatters import EventWriter
 from minillm.server.engine_process import Answer
-from minillm.server.http.sending import Failed
+from minillm.server.http.sending import HTTPError
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart, ThoughtPart
 from minillm.service.call_messages import Completion, Text, Token
 
@@ -189,10 +189,10 @@ class ResponseWriter(EventWriter):
         kind = "completed" if found["status"] == "completed" else "incomplete"
         return self.encoded([*events, {"type": f"response.{kind}", "response": found}])
 
-    def error(self, failed: Failed) -> Json:
+    def error(self, failed: HTTPError) -> Json:
         return failed.json()
 
-    def failed(self, failed: Failed) -> bytes:
+    def failed(self, failed: HTTPError) -> bytes:
         code = failed.json()["error"]["code"] or "server_error"
         found = self.now("failed", error={"code": code, "message": str(failed)})
         return self.encoded([{"type": "response.failed", "response": found}])

@@ -18,7 +18,7 @@ from minillm.errors import UsageError
 from minillm.server.answers import Json
 from minillm.server.bodies import BadField, read_body
 from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens
-from minillm.server.http.sending import Failed
+from minillm.server.http.sending import HTTPError
 from minillm.server.responses.answers import Keep, ResponseWriter
 from minillm.server.responses.bodies import NAMES, NoBody, ResponseBody, messages_of
 from minillm.server.responses.store import Stored
@@ -72,7 +72,7 @@ async def delete_response(service: Service, request: Request) -> Response:
     """Delete a stored response."""
     name = request.path_params["name"]
     if not service.responses.delete(request.state.tenant, name):
-        raise Failed(404, f"Response with id {shown(name)} not found")
+        raise HTTPError(404, f"Response with id {shown(name)} not found")
     return json_response({"id": name, "object": "response", "deleted": True})
 
 
@@ -92,7 +92,7 @@ async def cancel_response(service: Service, request: Request) -> Response:
 def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> tuple[ChatCall, Keep]:
     """Return the engine's call for a request, and the function that stores the finished response.
 
-    Raises BadField, or Failed if the model or the earlier response is unknown.
+    Raises BadField, or HTTPError if the model or the earlier response is unknown.
     """
     body.check()
     before: Stored | None = None
@@ -118,7 +118,7 @@ def _turn(service: Service, tenant: str, name: str, body: ResponseBody) -> tuple
 
 
 def _response(service: Service, tenant: str, name: str) -> Response:
-    """Return a response that is stored or running. Raises Failed for an unknown id."""
+    """Return a response that is stored or running. Raises HTTPError for an unknown id."""
     writer = service.running.get((tenant, name))
     if writer is not None and service.responses.get(tenant, name) is None:
         return json_response(writer.now("cancelled" if writer.is_cancelled else "in_progress"))
@@ -126,11 +126,11 @@ def _response(service: Service, tenant: str, name: str) -> Response:
 
 
 def _stored(service: Service, tenant: str, name: str, field: str = "", code: str | None = None) -> Stored:
-    """Return a stored response. Raises Failed if the tenant has none with this id."""
+    """Return a stored response. Raises HTTPError if the tenant has none with this id."""
     found = service.responses.get(tenant, name)
     if found is None:
         why = f"Response with id {shown(name)} not found: it has expired, or was never stored"
-        raise Failed(404, why, field=field, code=code)
+        raise HTTPError(404, why, field=field, code=code)
     return found
 
 

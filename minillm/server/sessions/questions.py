@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from minillm.server.bodies import MAX_N, BadField
-from minillm.server.http.fair_queue import FairQueue, Full, num_seats
+from minillm.server.http.fair_queue import FairQueue, QueueFull, num_slots
 from minillm.server.replicas import Replicas
 from minillm.service import call_messages as messages
 from minillm.service import messages as chat
@@ -28,14 +28,14 @@ class Questions:
     engine: Replicas
     queue: FairQueue
     send_line: Callable[[bytes], object]
-    _asked: dict[str, _Asked] = field(default_factory=dict)  # by request id, which the app chooses
+    _asked: dict[str, _PendingQuestion] = field(default_factory=dict)  # by request id, which the app chooses
 
     def take(self, line: bytes) -> None:
         """Carry out a command of the app. ``line`` is the command, encoded as JSON.
 
         Raises:
             BadField: the line is not a valid command.
-            Full: the command is a question, and the queue is full. The command had no effect.
+            QueueFull: the command is a question, and the queue is full. The command had no effect.
         """
         try:
             command = chat.decode_command(line)
@@ -58,32 +58,32 @@ class Questions:
         self.engine.send(messages.SessionCommand(self.session, line))
 
     def end(self, request_id: str) -> None:
-        """Free the seats that an answer has in the queue. Call this when the answer has ended, for any reason."""
+        """Free the slots that an answer has in the queue. Call this when the answer has ended, for any reason."""
         if (asked := self._asked.get(request_id)) is not None:
             asked.ended.set()
 
     def close(self) -> None:
-        """Remove all questions from the queue, and free the seats of all answers."""
+        """Remove all questions from the queue, and free the slots of all answers."""
         for asked in self._asked.values():
             asked.task.cancel()
 
     def _ask(self, request_id: str, command: chat.Generate, line: bytes) -> None:
         if request_id in self._asked:
             raise BadField(f"request_id: {request_id} is in use; choose another", "request_id")
-        count = num_seats(command.params)
+        count = num_slots(command.params)
         if not isinstance(count, int) or not 1 <= count <= MAX_N:
             raise BadField(f"n and beam_width must be from 1 to {MAX_N}", "params")
         self.queue.check_space(self.tenant)
-        asked = self._asked[request_id] = _Asked(command.conversation, count)
+        asked = self._asked[request_id] = _PendingQuestion(command.conversation, count)
         asked.task = asyncio.create_task(self._wait(request_id, asked, line))
 
-    async def _wait(self, request_id: str, asked: _Asked, line: bytes) -> None:
+    async def _wait(self, request_id: str, asked: _PendingQuestion, line: bytes) -> None:
         try:
             async with self.queue.take(self.tenant, asked.count):
-                asked.has_seat = True
+                asked.has_slots = True
                 self.engine.send(messages.SessionCommand(self.session, line))
                 await asked.ended.wait()
-        except Full:  # other requests filled the queue first
+        except QueueFull:  # other requests filled the queue first
             self._refuse(request_id, "the server's queue is full; ask again later")
         finally:
             if self._asked.get(request_id) is asked:
@@ -92,7 +92,7 @@ class Questions:
     def _leaves(self, request_id: str) -> bool:
         """Remove a question from the queue. Return False if the question is not in the queue."""
         asked = self._asked.get(request_id)
-        if asked is None or asked.has_seat:
+        if asked is None or asked.has_slots:
             return False
         del self._asked[request_id]
         asked.task.cancel()
@@ -103,11 +103,11 @@ class Questions:
 
 
 @dataclass(eq=False)
-class _Asked:
+class _PendingQuestion:
     """A question, from its arrival to the end of its answer."""
 
     conversation: str
-    count: int  # number of seats that the question needs, one for each sequence
-    has_seat: bool = False  # the question has its seats and was sent to the engine
+    count: int  # number of slots that the question needs, one for each sequence
+    has_slots: bool = False  # the question has its slots and was sent to the engine
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] = field(init=False)

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from minillm.server.http.sending import Failed
+from minillm.server.http.sending import HTTPError
 from minillm.server.service import Service, json_response
 from minillm.server.sessions.questions import Questions
 from minillm.service import call_messages as messages
@@ -58,7 +58,7 @@ async def take_session_commands(service: Service, request: Request) -> Response:
     session = request.path_params["name"]
     questions = service.sessions.get(session)
     if questions is None or questions.tenant != request.state.tenant:
-        raise Failed(404, "there is no such session")
+        raise HTTPError(404, "there is no such session")
     for line in request.state.body.splitlines():
         questions.take(line)
     return json_response({})
@@ -85,12 +85,12 @@ def _listening(
         first: bytes to send first.
         ping: bytes to send if there was no event for `_PING_SECONDS`.
 
-    Raises Failed if too many streams are open.
+    Raises HTTPError if too many streams are open.
     """
     name, tenant, engine = opened.session, opened.tenant, service.engine
     free = _MOST_WATCHERS - service.watchers.total()
     if free <= 0 or (service.shared and not leaves_some(service.watchers[tenant], 1, free)):
-        raise Failed(429, "too many streams of events are open; close one of them, or try again later")
+        raise HTTPError(429, "too many streams of events are open; close one of them, or try again later")
     waiting: asyncio.Queue[Any] = asyncio.Queue(_MOST_UNREAD)
     lost = asyncio.Event()
 

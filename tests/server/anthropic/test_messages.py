@@ -19,7 +19,7 @@ from lib.examples import examples
 from lib.server import Server, served
 from lib.tokens import THINKING
 from minillm.server.anthropic.answers import MessageWriter, message_error
-from minillm.server.http.sending import Failed
+from minillm.server.http.sending import HTTPError
 from minillm.server.parsers.parts import PlainReader
 
 USER: Any = [{"role": "user", "content": "Weather?"}]
@@ -397,7 +397,7 @@ def test_what_is_not_seen_above_has_the_format_as_well() -> None:
     frame = MessageWriter(lambda opened: PlainReader(), "msg_1", "tiny")
     for status, kind in ((500, "api_error"), (501, "api_error"), (503, "overloaded_error")):
         expected = {"type": "error", "error": {"type": kind, "message": "it broke"}}
-        failed = Failed(status, "it broke")
+        failed = HTTPError(status, "it broke")
         assert message_error(failed) == frame.error(failed) == expected
         event, data = frame.failed(failed).decode().split("\n", 1)
         assert (event, json.loads(data.removeprefix("data: "))) == ("event: error", expected)

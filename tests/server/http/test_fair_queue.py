@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from minillm.server.http.fair_queue import FairQueue, Full
+from minillm.server.http.fair_queue import FairQueue, QueueFull
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +19,7 @@ async def come(queue: FairQueue, tenant: str, name: str, log: list[str], count: 
 
 
 async def order(queue: FairQueue, *requests: tuple[str, str, int, int]) -> list[str]:
-    """The order in which requests (tenant, name, count, priority) have their turns, after one that takes all seats."""
+    """The order in which requests (tenant, name, count, priority) have their turns, after one that takes all slots."""
     log: list[str] = []
     async with queue.take("before", queue.total):
         tasks = []
@@ -56,7 +56,7 @@ async def test_a_tenant_with_many_requests_does_not_keep_another_waiting() -> No
     release.set()
     await asyncio.gather(other, *holding)
     turns = await order(FairQueue(1, 99), *(("greedy", f"g{i}", 1, 0) for i in range(9)), ("modest", "m", 1, 0))
-    assert turns.index("m") == 9  # one seat: nobody has more than another, and the oldest is next
+    assert turns.index("m") == 9  # one slot: nobody has more than another, and the oldest is next
 
 
 async def test_a_large_request_is_not_overtaken() -> None:
@@ -80,7 +80,7 @@ async def test_a_full_queue_says_so() -> None:
     async with queue.take("a", 1):
         waiting = [asyncio.create_task(come(queue, "a", "", [])) for _ in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(Full) as caught:
+        with pytest.raises(QueueFull) as caught:
             async with queue.take("a", 1):
                 pass
         assert 1 <= caught.value.retry_after <= 60
@@ -88,7 +88,7 @@ async def test_a_full_queue_says_so() -> None:
 
 
 async def test_cancelled_at_any_moment() -> None:
-    """Random arrivals and cancellations: at the end no seat is taken, and all that stayed had their turn."""
+    """Random arrivals and cancellations: at the end no slot is taken, and all that stayed had their turn."""
     dice = random.Random(1)
     queue, log = FairQueue(5, 10_000), []  # type: ignore[var-annotated]
     tasks: list[asyncio.Task[None]] = []

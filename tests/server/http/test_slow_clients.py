@@ -15,9 +15,9 @@ from uvicorn.server import ServerState
 from lib.server import Engine
 from minillm.server import generating
 from minillm.server.answers import Frame
-from minillm.server.completions.forms import TextForm
+from minillm.server.completions.formatters import TextFormatter
 from minillm.server.engine_process import Answer
-from minillm.server.generating import Asked, Generating
+from minillm.server.generating import GeneratedResponse, ParsedRequest
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.protocol import (
@@ -56,8 +56,8 @@ async def respond(engine: Engine, queue: FairQueue, send: Any, send_seconds: flo
     """Stream an answer; returns the seconds that it took and the clients that went away."""
     call = Complete("x", "t", [1, 2, 3], {}, streamed=True)
     metrics = Metrics(queue, list)
-    asked = Asked("t", [call], Frame("x", "m", "text_completion"), TextForm(1, False, False), True)
-    answering = Generating(asked, engine, queue, metrics, send_seconds)  # type: ignore[arg-type]
+    asked = ParsedRequest("t", [call], Frame("x", "m", "text_completion"), TextFormatter(1, False, False), True)
+    answering = GeneratedResponse(asked, engine, queue, metrics, send_seconds)  # type: ignore[arg-type]
 
     async def receive() -> Any:
         await asyncio.Event().wait()
@@ -196,8 +196,8 @@ async def test_an_error_has_a_status_before_the_head_and_is_an_event_after_it(re
     queue = FairQueue(1, 1)
     engine = SlowEngine(NEVER, NEVER, refused, "the prompt has 9 tokens and the context holds 8", "context")
     call = Complete("x", "t", [1, 2, 3], {}, streamed=True)
-    asked = Asked("t", [call], Frame("x", "m", "text_completion"), TextForm(1, False, False), True)
-    app: Any = Generating(asked, engine, queue, Metrics(queue, list), 60)  # type: ignore[arg-type]
+    asked = ParsedRequest("t", [call], Frame("x", "m", "text_completion"), TextFormatter(1, False, False), True)
+    app: Any = GeneratedResponse(asked, engine, queue, Metrics(queue, list), 60)  # type: ignore[arg-type]
     http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app))
     client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=http)
 

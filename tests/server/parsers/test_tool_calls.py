@@ -141,7 +141,7 @@ def test_a_template_tells_the_formats_of_calls(template: str, read: str, not_rea
 
 
 def test_forms_are_told_apart() -> None:
-    assert len({form.around for form in FORMS.values()}) == 3
+    assert len({form.delimiters for form in FORMS.values()}) == 3
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -153,7 +153,7 @@ def test_a_forced_call_is_what_the_grammar_allows(form: CallForm) -> None:
     assert isinstance(grammar, Grammar)
     call = f'{{"name": "f", "{form.arguments}": {{"n": 3, "s": "a{{\\""}}}}'
     other = f'{{"name": "g.h-1", "{form.arguments}": {{}}}}'
-    before, between, behind = form.around
+    before, between, behind = form.delimiters
     good = [before + call + behind, before + other + behind]
     if form.has_many:
         good.append(before + between.join([call, other, call]) + behind)
@@ -186,7 +186,7 @@ def test_a_strict_call_is_what_the_schema_allows_in_an_answer_that_is_free(form:
     choice = ToolChoice(tuple(TOOLS), strict=frozenset({"f"}), most=2)
     grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
     assert isinstance(grammar, Grammar)
-    before, between, behind = form.around
+    before, between, behind = form.delimiters
     call = f'{{"name": "f", "{form.arguments}": {{"n": 3}}}}'
     loose = f'{{"name": "g.h-1", "{form.arguments}": {{"x": [null]}}}}'
     good = [before + call + behind, before + loose + behind, *FREE]

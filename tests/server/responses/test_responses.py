@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from lib.server import Server, served
 from minillm.server import engine_process
 from minillm.server.bodies import BadField
-from minillm.server.http.sending import Failed
+from minillm.server.http.sending import HTTPError
 from minillm.server.parsers.parts import PlainReader
 from minillm.server.parsers.thoughts import ThoughtReader
 from minillm.server.responses import bodies as response_bodies
@@ -318,7 +318,7 @@ def test_a_response_ends_with_its_client(client: openai.OpenAI, server: Server) 
 def test_a_stream_that_fails_ends_with_the_error() -> None:
     frame = ResponseWriter(lambda opened: PlainReader(), {"id": "resp_1"})
     for code, expected in ((None, "server_error"), ("rate_limit_exceeded", "rate_limit_exceeded")):
-        name, data = frame.failed(Failed(500, "It broke", code=code)).decode().split("\n", 1)
+        name, data = frame.failed(HTTPError(500, "It broke", code=code)).decode().split("\n", 1)
         last = json.loads(data.removeprefix("data: "))
         assert name == "event: response.failed"
         assert last["response"]["error"] == {"code": expected, "message": "It broke"}

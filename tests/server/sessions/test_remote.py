@@ -73,7 +73,7 @@ def bridge(url: str) -> Iterator[App]:
 
 @pytest.fixture(scope="module")
 def narrow(of_long_answers: Path) -> Iterator[Server]:
-    """A server with two seats, and two places before them."""
+    """A server with two slots, and two places before them."""
     with served(of_long_answers, "--num-blocks", "1024", "--max-num-seqs", "2", "--max-waiting", "2") as running:
         yield running
 
@@ -295,7 +295,7 @@ def question(number: int, **params: object) -> chat.Generate:
 
 
 def test_no_question_is_lost_where_there_are_more_than_the_queue_holds(narrow: Server) -> None:
-    """Twelve at once for two seats and two places: all are answered, at most two at a time."""
+    """Twelve at once for two slots and two places: all are answered, at most two at a time."""
     with bridge(narrow.url) as app:
         app.wait_for(chat.Loaded)
         for number in range(12):

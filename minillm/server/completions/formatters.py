@@ -1,6 +1,6 @@
 """The formats of completions in a response: chat messages, plain text, and events of other protocols.
 
-See `minillm.server.generating.Form`.
+See `minillm.server.generating.Formatter`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from minillm.service.call_messages import Completion, Text, Token
 
 
 @dataclass
-class ChatForm:
+class ChatFormatter:
     """Formats answers as assistant messages.
 
     ``reader`` creates a reader for an answer's text. Its argument is whether the answer begins inside the reasoning.
@@ -71,8 +71,8 @@ class ChatForm:
 class EventWriter:
     """Writes the response to a request that has one answer, complete or as a stream of events with a type.
 
-    It implements `Form` and `Framing` of `minillm.server.generating`. The choices of its answer are events. Subclasses
-    implement ``add``, ``end`` and the other methods of ``Framing``.
+    It implements `Formatter` and `ResponseEncoder` of `minillm.server.generating`. Its choices are events.
+    Subclasses implement ``add``, ``end`` and the other methods of ``ResponseEncoder``.
 
     Attributes:
         reader: creates a reader for the answer's text. Its argument is whether the answer begins inside the reasoning.
@@ -158,7 +158,7 @@ def _reason(reason: str | None, has_called: bool) -> str | None:
 
 
 @dataclass
-class TextForm:
+class TextFormatter:
     """Formats answers as plain texts. If requested, each answer begins with its prompt."""
 
     n: int  # answers per prompt; the answers to all prompts are numbered consecutively

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minillm.server.answers import text_logprobs
-from minillm.server.completions.forms import ChatForm, TextForm
+from minillm.server.completions.formatters import ChatFormatter, TextFormatter
 from minillm.server.engine_process import Answer
 from minillm.server.parsers.parts import PlainReader
 from minillm.service.call_messages import Began, Completion, Ended, Text, Token
@@ -27,7 +27,7 @@ def test_the_best_of_several_are_the_most_probable_by_token() -> None:
     # By token: -1, -0.5, -3, -0.4.
     found = [completion(0, -2.0, 2), completion(1, -4.0, 8), completion(2, -3.0, 1), completion(3, -1.2, 3)]
     for n, best in ((1, [3]), (2, [3, 1]), (3, [3, 1, 0]), (4, [0, 1, 2, 3])):
-        choices = TextForm(n, False, False).whole(0, found, answer())
+        choices = TextFormatter(n, False, False).whole(0, found, answer())
         assert [choice["text"] for choice in choices] == [f"text {index}" for index in best]
         assert [choice["index"] for choice in choices] == list(range(n))
 
@@ -47,8 +47,8 @@ def test_log_probabilities_of_a_stream_and_of_the_whole_have_the_same_offsets(ec
     prompt = [Token(5, "so ", b"so ", None), Token(6, "it ", b"it ", -1.0)]
     tokens = [Token(7, "is", b"is", -0.5), Token(8, "!", b"!", -0.25)]
     one = answer(Began("x", "so it ", prompt, False, 2))
-    [whole] = TextForm(1, echo, True).whole(0, [Completion(0, "is!", 2, tokens, "stop")], one)
-    streamed = TextForm(1, echo, True)
+    [whole] = TextFormatter(1, echo, True).whole(0, [Completion(0, "is!", 2, tokens, "stop")], one)
+    streamed = TextFormatter(1, echo, True)
     pieces = [piece for piece in [streamed.first(0, 0, one)] if piece is not None]
     for token in tokens:
         pieces += streamed.pieces(0, Text("x", 0, token.text, 1, [token]))
@@ -60,7 +60,7 @@ def test_log_probabilities_of_a_stream_and_of_the_whole_have_the_same_offsets(ec
 
 @pytest.mark.parametrize("ids", [[], [5, 6, 7]])
 @pytest.mark.parametrize(
-    "make", [lambda: ChatForm(False, lambda opened: PlainReader()), lambda: TextForm(1, False, False)]
+    "make", [lambda: ChatFormatter(False, lambda opened: PlainReader()), lambda: TextFormatter(1, False, False)]
 )
 def test_ids_of_the_prompt_are_told_where_they_are_known(make: Callable[[], Any], ids: list[int]) -> None:
     for began in (Began("x", "", [], False, 3, ids), None):
