@@ -32,6 +32,7 @@ def nothing_twice() -> Iterator[None]:
         _see_what_is_equal(interpreter, patch)
         _make_handles_at_once(interpreter, patch)
         _call_at_once(interpreter, patch)
+        _shift_bfloat16(interpreter, patch)
         _list_builtins_once(interpreter, patch)
         _leave_out_what_nobody_reads(interpreter, patch)
         yield
@@ -212,6 +213,27 @@ def _make_handles_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.TensorHandle, "__init__", handle)
 
 
+def _shift_bfloat16(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Convert between bfloat16 and float32 by a shift, as the interpreter does with 20 operations.
+
+    The interpreter has a rule of its own for numbers below the normal ones.
+    """
+    core, convert = interpreter.tl.core, interpreter._convert_float
+
+    def shift(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if rounding is None and {source.name, target.name} == {"bf16", "fp32"}:
+            bits = data.view(np.uint16 if source is core.bfloat16 else np.uint32)
+            one = 1 << (source.primitive_bitwidth - 9)  # the smallest normal number
+            magnitude = bits & (one * 256 - 1)
+            if not ((magnitude - 1) < one - 1).any():
+                if source is core.bfloat16:
+                    return bits.astype(np.uint32) << 16
+                return (bits >> 16).astype(np.uint16)
+        return convert(data, source, target, rounding)
+
+    patch.setattr(interpreter, "_convert_float", shift)
+
+
 def _list_builtins_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     """List the functions to patch once. The interpreter searches all members of the language for each launch."""
     is_builtin, builtins = interpreter.tl.core.is_builtin, {}
@@ -225,7 +247,7 @@ def _list_builtins_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter, "_patch_builtin", patch_builtin)
 
 
-_UFUNCS = {
+_UFUNCS: dict[str, Any] = {
     "__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__truediv__": np.divide,
     "__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor, "__lshift__": np.left_shift,
     "__rshift__": np.right_shift, "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater,
@@ -237,7 +259,8 @@ def _quick(interpreter: Any) -> Callable[[str, Any], Any]:
     """Return a function that makes a method of tensors quick.
 
     From the second call with the same types on, an operation is a single call of NumPy. The first call checks the
-    types. Operations with promotion or broadcasting, and those of types that NumPy lacks, are left as they are.
+    types. NumPy broadcasts as Triton does. Operations with promotion, and those of types that NumPy lacks, are left as
+    they are.
     """
     core, handle_type = interpreter.tl.core, interpreter.TensorHandle
     semantic = interpreter.interpreter_semantic
@@ -263,8 +286,6 @@ def _quick(interpreter: Any) -> Callable[[str, Any], Any]:
         return {name: value for name, value in vars(tensor).items() if name != "handle"}
 
     def binary(name: str, slow: Any) -> Any:
-        compute = _UFUNCS[name]
-
         def operate(self: Any, other: Any, **options: Any) -> Any:
             kind = type(other)
             if kind is core.constexpr:
@@ -280,22 +301,34 @@ def _quick(interpreter: Any) -> Callable[[str, Any], Any]:
                 return slow(self, other)
             plan = plans.get(key)
             if plan:
-                data = other.handle.data if plan[0] is None else plan[0]
-                return result(compute(self.handle.data, data), plan[1], plan[2])
+                data = other.handle.data if plan[1] is None else plan[1]
+                return result(plan[0](self.handle.data, data), plan[2], plan[3])
             got = slow(self, other)
             if plan is None:
-                plans[key] = plan_of(self, other, kind, got)
+                plans[key] = plan_of(name, self, other, got)
             return got
 
         return operate
 
-    def plan_of(self: Any, other: Any, kind: Any, got: Any) -> Any:
-        if self.dtype.name not in same_in_numpy:
+    def plan_of(name: str, self: Any, other: Any, got: Any) -> Any:
+        plain, compute = self.dtype.name, _UFUNCS[name]
+        if type(other) is core.tensor:
+            if name == "__truediv__":  # quotients of whole numbers are float32
+                types = {"fp32", "fp64"}
+            elif name in ("__and__", "__or__", "__xor__"):
+                types = same_in_numpy | {"int1"}
+            else:
+                types = same_in_numpy
+            if name == "__add__" and self.dtype.is_ptr() and other.dtype.name in ("int32", "int64"):
+                width = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
+                compute = lambda pointers, offsets: pointers + width * offsets.astype(np.uint64)  # noqa: E731
+            elif plain != other.dtype.name or plain not in types:
+                return ()
+            return compute, None, got.handle.dtype, facts_of(got)
+        if plain not in same_in_numpy:
             return ()
         left, right = semantic.binary_op_type_checking_impl(self, other)
-        if left is not self or right.type.name != left.type.name or (kind is core.tensor and right is not other):
-            return ()
-        return None if kind is core.tensor else right.handle.data, got.handle.dtype, facts_of(got)
+        return () if left is not self else (compute, right.handle.data, got.handle.dtype, facts_of(got))
 
     def cast(slow: Any) -> Any:
         def to(self: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, **options: Any) -> Any:
@@ -312,7 +345,8 @@ def _quick(interpreter: Any) -> Callable[[str, Any], Any]:
                 return result(data.view(plan[0]) if bitcast else data.astype(plan[0]), plan[1], plan[2])
             got = slow(self, dtype, None, bitcast)
             if plan is None:
-                is_plain = self.dtype.name in same_in_numpy and dtype.name in same_in_numpy
+                names = {self.dtype.name, dtype.name}
+                is_plain = names <= same_in_numpy or names == {"fp16", "fp32"}
                 plans[key] = (got.handle.data.dtype, got.handle.dtype, facts_of(got)) if is_plain else ()
             return got
 
