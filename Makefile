@@ -72,7 +72,7 @@ format: $(VENV)/installed-dev
 # Each process has one thread: small tensors gain nothing from two threads, which wait for each other. There are three
 # processes on two cores, because many tests wait for a process or a clock.
 # The default weights are downloaded first, so that a failed download is one error instead of fifty failed tests.
-# Hypothesis draws the same examples in each run, by its CI profile; `make soak` draws others, and twice as many.
+# Hypothesis draws the same examples in each run, by its CI profile; `make soak` draws others, and four times as many.
 # The report ends with the slowest tests and the time of each test folder.
 test: lint
 	$(BIN)/minillm pull

@@ -34,7 +34,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("ci"), max_examples=50)
+hypothesis.settings.register_profile("ci", hypothesis.settings.get_profile("ci"), max_examples=25)
 
 _BEGAN = pytest.StashKey[float]()
 

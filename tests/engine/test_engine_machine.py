@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lib.cache_checks import check, check_swap
 from lib.engine import engine_for
+from lib.examples import examples
 from lib.models import DEVICE, hf_model, ours
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
@@ -174,6 +175,6 @@ def answer(prompt: list[int], kind: Any, on_device: bool) -> list[list[int]]:
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(60), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase

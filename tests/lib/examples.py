@@ -1,4 +1,4 @@
-"""The number of Hypothesis examples: `make test` draws half as many as `make soak`."""
+"""The number of Hypothesis examples: `make test` draws a quarter as many as `make soak`."""
 
 from __future__ import annotations
 
