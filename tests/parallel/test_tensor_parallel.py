@@ -337,7 +337,7 @@ MODELS: dict[str, dict[str, Any]] = {
 )
 def test_ranks_compute_what_one_rank_computes(kind: str, size: int) -> None:
     model = hf_model(**MODELS[kind])
-    requests = mixed(random.Random(size), model.config.vocab_size, 10)
+    requests = mixed(random.Random(size), model.config.vocab_size, 6)
     config, tensors = tensors_of(model)
     whole = load_llama(
         LlamaTensors(StateDict(tensors), config), config, device=CPU, dtype=torch.float32, max_positions=256
