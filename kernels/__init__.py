@@ -195,7 +195,7 @@ class LinearWeight:
         """Keep a copy of low-bit matrices in ``dtype``, for matmuls of many tokens, which are faster with the copy."""
         if self.copied_bytes(dtype):
             self.weight = low_bit_linear.unpacked(self.parts, dtype)
-            self.max_low_bit_tokens = low_bit_linear.most_tokens_beside_a_copy(self.parts, self.weight)
+            self.max_low_bit_tokens = low_bit_linear.most_tokens_with_copy(self.parts, self.weight)
             self.__dict__.pop("matmuls", None)
 
     def bound_gated(self, norm_weight: Tensor) -> None:

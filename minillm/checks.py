@@ -81,14 +81,14 @@ def documented(cls: type[T]) -> type[T]:
     construct: Any = cls.__init__
 
     @wraps(construct)
-    def refusing(self: T, /, *values: Any, **named: Any) -> None:
+    def checked_init(self: T, /, *values: Any, **named: Any) -> None:
         try:
             construct(self, *values, **named)
         except TypeError:
             check_names(named, [each.name for each in fields(cls) if each.init], "parameter")  # type: ignore[arg-type]
             raise
 
-    cls.__init__ = refusing  # type: ignore[assignment, method-assign]
+    cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
     return cls
 
 

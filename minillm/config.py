@@ -16,7 +16,7 @@ from minillm.checks import (
     shown,
 )
 from minillm.errors import UsageError
-from minillm.forms import FORMS
+from minillm.storage import QUANTIZATIONS
 from minillm.system import expanded
 from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line
@@ -177,9 +177,9 @@ class EngineConfig:
     )  # fmt: skip
     enable_tuning: bool = flag(True, help="tune the low-bit kernels at the first load on a new kind of GPU")
     load_format: str = choice(
-        "auto", ("auto", "dummy", *(f"dummy:{form}" for form in FORMS)), metavar="FORMAT",
+        "auto", ("auto", "dummy", *(f"dummy:{form}" for form in QUANTIZATIONS)), metavar="FORMAT",
         help="auto, dummy or dummy:QUANTIZATION. auto: load the model's files; dummy: use random weights, quantized "
-        f"if a quantization is given ({', '.join(FORMS)})",
+        f"if a quantization is given ({', '.join(QUANTIZATIONS)})",
     )  # fmt: skip
     chat_template: str | None = custom(
         None, _chat_template, metavar="FILE|TEXT",

@@ -6,12 +6,12 @@ from typing import Any
 
 from minillm.checks import check_integer, shown
 from minillm.errors import MinillmError, UsageError
+from minillm.llm_methods import LLMInterface, Message
 from minillm.outputs import CompletionOutput
 from minillm.params import MAX_TOKENS, SamplingParams
 from minillm.text.prompts import Prompt
 from minillm.text.reasoning import LeadingReasoning
 from minillm.text.reasoning_budget import reasoning
-from minillm.verbs import Host, Message
 
 _ANSWER = 1024  # tokens after the deepest reasoning, by default
 
@@ -35,7 +35,7 @@ class DepthAnswer:
 
 
 def depths(
-    llm: Host, prompt: Prompt | Sequence[Message], depths: Sequence[int], params: SamplingParams | None = None
+    llm: LLMInterface, prompt: Prompt | Sequence[Message], depths: Sequence[int], params: SamplingParams | None = None
 ) -> list[DepthAnswer]:
     """Answer a prompt after each of several numbers of reasoning tokens, in order.
 

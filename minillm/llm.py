@@ -6,19 +6,20 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from minillm import depths as reasoning_depths
-from minillm import scoring, verbs
+from minillm import llm_methods as methods
+from minillm import scoring
 from minillm.checks import check_names
 from minillm.config import EngineConfig
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError
+from minillm.llm_methods import Prompts, SomeParams
 from minillm.loading.engine import load_engine
 from minillm.outputs import Delta, RequestOutput
 from minillm.params import Params, SamplingParams, params_list
 from minillm.progress import GenerationBar, OnMessage, OnProgress, loading_bar
 from minillm.text.prompts import Prompt, prompt_list
 from minillm.text.tokenizer import Tokenizer
-from minillm.verbs import Prompts, SomeParams
 from minillm.weights.manifest import load_manifest
 
 Key = TypeVar("Key")
@@ -178,12 +179,13 @@ class LLM:
         self.engine.abort(request_id)
 
     # Methods that are functions of other modules.
-    __repr__, chat, astream, get_tokenizer = verbs.describe, verbs.chat, verbs.astream, verbs.get_tokenizer
-    beam_search, score, perplexity = verbs.beam_search, scoring.score, scoring.perplexity
-    cache_stats, reset_prefix_cache, explain_miss = verbs.cache_stats, verbs.reset_prefix_cache, verbs.explain_miss
-    pin, unpin = verbs.pin, verbs.unpin
+    __repr__, chat, astream, get_tokenizer = methods.describe, methods.chat, methods.astream, methods.get_tokenizer
+    beam_search, score, perplexity = methods.beam_search, scoring.score, scoring.perplexity
+    cache_stats, reset_prefix_cache = methods.cache_stats, methods.reset_prefix_cache
+    explain_miss = methods.explain_miss
+    pin, unpin = methods.pin, methods.unpin
     depths = reasoning_depths.depths
-    branch, sample, next_logprobs = verbs.branch, verbs.sample, verbs.next_logprobs
+    branch, sample, next_logprobs = methods.branch, methods.sample, methods.next_logprobs
 
     def token_ids(self, prompt: Prompt, *, parse_special: bool = False) -> list[int]:
         """Return a prompt's token ids. Special tokens, such as a begin-of-sequence token, are added to text.

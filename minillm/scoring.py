@@ -8,10 +8,10 @@ from minillm.checks import check_integer
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
+from minillm.llm_methods import LLMInterface
 from minillm.outputs import PromptTokenLogprobs, RequestOutput
 from minillm.params import MAX_LOGPROBS, SamplingParams
 from minillm.text.prompts import Prompt, prompt_list
-from minillm.verbs import Host
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Score:
 
 
 def score(
-    llm: Host,
+    llm: LLMInterface,
     prompts: Prompt | Iterable[Prompt],
     continuations: Prompt | Iterable[Prompt] | None = None,
     *,
@@ -75,7 +75,7 @@ def score(
     return [_score_of(output) for output in _outputs(llm._driver, requests)]
 
 
-def perplexity(llm: Host, text: Prompt, *, stride: int | None = None) -> float:
+def perplexity(llm: LLMInterface, text: Prompt, *, stride: int | None = None) -> float:
     """Return a text's perplexity: ``exp`` of the mean negative log-probability of its tokens, without the first token.
 
     A text longer than the context is scored in windows of ``max_model_len`` tokens, each ``stride`` tokens after the

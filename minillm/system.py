@@ -208,7 +208,7 @@ def deferred_interrupt() -> Iterator[None]:
 
 
 @contextmanager
-def no_interrupt_lost() -> Iterator[None]:
+def keep_interrupts() -> Iterator[None]:
     """Let ctrl-c end the block even where Python would lose the KeyboardInterrupt. Also works as a decorator.
 
     Python loses a KeyboardInterrupt in two cases, which are common during imports:

@@ -351,7 +351,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          GUESSES + "test_an_answer_ends_at_any_of_the_guesses"),
     ],
     "minillm/speculation/drafts.py": [
-        ("guesses-beyond-the-answer", "Drafts.chunk", "BinOp 0", "self.pace(sequence).count",
+        ("guesses-beyond-the-answer", "Drafts.chunk", "BinOp 0", "self.draft_length(sequence).count",
          GUESSES + "test_right_guesses_are_not_made_beyond_the_answer"),
         ("every-lookup-is-waited-for", "LookupDrafts.expects", "Compare 0", "False",
          GUESSES + "test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups"),
@@ -360,14 +360,14 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("guesses-at-one-position", "TokenRows.write", "For 0.body[4].value", "$args[0]", KNOWN_DRAFTS, TOKEN_ROWS),
         ("padding-writes", "TokenRows.write", "Assign 11", "pass", TOKEN_ROWS),
     ],
-    "minillm/speculation/pace.py": [
-        ("never-resumed", "LookupPace.resumes", "Compare 0", "num_tries < 0",
+    "minillm/speculation/draft_length.py": [
+        ("never-resumed", "LookupDraftLength.resumes", "Compare 0", "num_tries < 0",
          GUESSES + "test_a_guess_is_tried_again_where_a_text_has_parted_from_what_it_repeats"),
-        ("no-pause-where-guesses-are-wrong", "LookupPace.judge", "Compare 1", "$left < -1000000000.0",
+        ("no-pause-where-guesses-are-wrong", "LookupDraftLength.update", "Compare 1", "$left < -1000000000.0",
          GUESSES + "test_guesses_that_are_wrong_become_rare_and_right_ones_longer"),
-        ("what-cannot-pay-is-tried", "DraftPace.__post_init__", "Compare 0", "$left < 0",
+        ("what-cannot-pay-is-tried", "ModelDraftLength.__post_init__", "Compare 0", "$left < 0",
          DRAFTS + "test_what_cannot_pay_is_not_begun"),
-        ("no-pause-where-drafts-are-wrong", "DraftPace.judge", "Compare 0", "True",
+        ("no-pause-where-drafts-are-wrong", "ModelDraftLength.update", "Compare 0", "True",
          DRAFTS + "test_a_draft_model_that_is_wrong_is_soon_left_alone"),
     ],
     "minillm/speculation/drafted.py": [
@@ -420,7 +420,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_prompts_at_the_edge_of_the_context"),
         ("wasted-step", "Samples.due", "Compare 2", "$left > $comparators[0]",
          ROWS + "test_the_next_step_is_launched_before_the_host_has_seen_this_one"),
-        ("token-behind-the-end", "Draws.conclude", "Compare 0", "False", AHEAD + "[0]"),
+        ("token-behind-the-end", "PendingDraws.conclude", "Compare 0", "False", AHEAD + "[0]"),
         ("logprobs-do-not-add-up", "Samples.append", "AugAssign 0", "$target = $value",
          ENGINE + "test_log_probabilities_are_the_models_own"),
     ],
@@ -450,7 +450,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/engine/test_branch.py::test_a_stop_token_is_not_part_of_a_beams_text"),
         ("length-penalty-of-running-beams", "_best_first", "Call 3", "max(1, $args[1] - 1)",
          BEAMS + "test_an_aborted_search_scores_its_beams_by_their_length"),
-        ("dead-row-not-followed", "Beams._follow_rows", "Expr 1", "pass",
+        ("dead-row-not-followed", "Beams._follow_device_rows", "Expr 1", "pass",
          DEVICE_BEAMS + "test_the_same_beams_and_scores_as_transformers"),
         ("a-step-beyond-the-last", "Beams.due", "BoolOp 0", "False and $values[1]",
          DEVICE_BEAMS + "test_the_next_step_is_launched_before_the_host_has_seen_this_one"),
@@ -741,7 +741,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          KERNELS + "cpu/test_cpu_attention.py::test_prefill_attention"),
         ("cpu-norm-of-k-as-of-q", "_normalize", "For 0.iter", "($elts[0], ($elts[1].elts[0], $elts[0].elts[1]))",
          KERNELS + "cpu/test_cpu_attention.py"),
-        ("cpu-rotation-backwards", "_turn", "Subscript 1", "torch.stack((rope.sin, -rope.sin), dim=1)[:, None]",
+        ("cpu-rotation-backwards", "_rotary_factors", "Subscript 1",
+         "torch.stack((rope.sin, -rope.sin), dim=1)[:, None]",
          KERNELS + "cpu/test_cpu_attention.py"),
     ],
     "kernels/cpu/sampling.py": [
@@ -1065,7 +1066,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("low-bit-no-tokens", "_multiply", "UnaryOp 0", "False", LOW_BIT + "test_no_tokens_have_no_products"),
         ("low-bit-copy-of-another-order", "unpacked", "If 0.orelse[0].targets[0]", "$value[:]",
          LOW_BIT + "test_columns_in_an_order_of_their_own[1]"),
-        ("copy-for-few-tokens", "most_tokens_beside_a_copy", "IfExp 1.body", "4",
+        ("copy-for-few-tokens", "most_tokens_with_copy", "IfExp 1.body", "4",
          LOW_BIT + "test_a_copy_multiplies_many_tokens"),
     ],
     "kernels/linear/low_bit/tuning.py": [
@@ -1102,7 +1103,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/system.py": [
         ("heap-keeps-its-holes", "compact_heap", "BinOp 0", "1 << 24", "tests/test_system.py"),
         ("heap-is-not-trimmed", "compact_heap", "Try 0.finalbody[2]", "pass", "tests/test_system.py"),
-        ("ctrl-c-is-a-type-error", "no_interrupt_lost", "Raise 0", "raise",
+        ("ctrl-c-is-a-type-error", "keep_interrupts", "Raise 0", "raise",
          "tests/cli/test_cli.py::test_ctrl_c_that_comes_while_an_import_fails_is_no_error"),
     ],
     "kernels/cpu/low_bit.py": [
@@ -1170,7 +1171,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("layers-take-no-time", "Budget.tokens_per_second", "Attribute 4", "0",
          BUDGET + "test_tokens_per_second_go_by_the_bytes_of_a_token"),
     ],
-    "minillm/fit/forms.py": [
+    "minillm/fit/sizes.py": [
         ("fewest-bits", "ranked", "Attribute 6", "-$", FITTING + "test_the_form_with_the_most_bits_that_fits_is_taken"),
         ("bits-before-a-conversation", "ranked", "If 0", "pass", FITTING + "test_a_conversation_goes_before_bits"),
         ("guessed-though-here", "sized_entry", "IfExp 0", "None",
@@ -1178,7 +1179,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("few-bits-are-none", "in_low_bits", "Tuple 0", "('int8',)",
          "tests/cli/test_fit.py::test_a_file_and_a_directory_are_rows_of_their_own",
          FITTING + "test_a_cpu_is_told_that_few_bits_could_be_kept"),
-        ("few-bits-by-the-file", "Sized.weights", "Compare 1", "False",
+        ("few-bits-by-the-file", "SizedModel.weights", "Compare 1", "False",
          "tests/cli/test_fit.py::test_a_file_and_a_directory_are_rows_of_their_own"),
     ],
     "minillm/fit/verdicts.py": [

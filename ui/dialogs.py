@@ -215,7 +215,7 @@ class ModelScreen(Dialog[str]):
 
 def fit_of(entry: ModelEntry, devices: Sequence[DeviceMemory]) -> str:
     """Return a text for the list: where the model fits, the quantization that would be loaded, and its speed."""
-    from minillm.fit.forms import sized_entry
+    from minillm.fit.sizes import sized_entry
     from minillm.fit.verdicts import IN_LOW_BITS, verdicts
 
     forms = entry.all_forms()

@@ -68,7 +68,7 @@ class Costs:
     result: float = 0.6  # to write and merge one partial result of a sequence
     processor_rate: float = 4.4e4  # rate of reading tails on one multiprocessor without items
 
-    def worth(self, spared: int, tails: int) -> bool:
+    def is_faster(self, spared: int, tails: int) -> bool:
         """Return whether it is faster to read shared blocks once.
 
         This saves ``spared`` bytes of reads, but the unshared parts of contexts, ``tails`` bytes, are read more slowly.
@@ -329,7 +329,7 @@ def plan_attention(
     """
     num_rows = len(tables) if num_rows is None else num_rows
     total = sum(context_lens) * shape.token_bytes
-    if not costs.worth(total, 0):
+    if not costs.is_faster(total, 0):
         return None  # even if everything were shared
     num_full = [length // block_size for length in context_lens]
     if fixed is not None:
@@ -339,7 +339,7 @@ def plan_attention(
         tree = prefix_tree(tables, num_full, min_blocks)
         lengths = [(node.end - node.begin) * block_size * shape.token_bytes for node in tree.nodes]
         shared = sum(length * node.count for length, node in zip(lengths, tree.nodes, strict=True))
-        if not tree.nodes or not costs.worth(shared - sum(lengths), total - shared):
+        if not tree.nodes or not costs.is_faster(shared - sum(lengths), total - shared):
             return None
         plan = _cut(tree, block_size, shape, num_rows, total - shared, costs)
         if plan is not None:

@@ -2,7 +2,7 @@
 
 from minillm.kernels.cpu.attention import (
     HostPlan,
-    Together,
+    PaddedDecodes,
     paged_attention,
     plan_step,
     prefill_attention,

@@ -26,7 +26,7 @@ _SHORT_CONTEXT = 1024  # up to here two plain matmuls are faster than fused atte
 
 
 @dataclass(frozen=True)
-class Together:
+class PaddedDecodes:
     """The inputs of decode attention over several sequences at once, padded to the longest: see `_attend_together`."""
 
     rows: Tensor  # [seqs * kv heads * longest] int64, rows of a cache viewed as [slots * kv heads, head_dim]
@@ -57,16 +57,16 @@ class HostPlan:
     """Inputs of the ops that are equal in all layers of a step, computed once: see `plan_step`."""
 
     padded: bool  # whether any slot is -1
-    turn: tuple[Tensor, Tensor]  # factors of the rotary embedding: see `_turn`
-    decodes: Together | list[Span]  # decode attention: all sequences at once if that is faster, else one by one
+    rotary_factors: tuple[Tensor, Tensor]  # factors of the rotary embedding: see `_rotary_factors`
+    decodes: PaddedDecodes | list[Span]  # decode attention: all sequences at once if that is faster, else one by one
 
 
 def plan_step(rope: RotaryInputs, decodes: Pages, num_heads: int) -> HostPlan:
     """Compute the inputs that all layers of a step share, because they depend only on positions and slots."""
-    return HostPlan(bool((rope.slots < 0).any()), _turn(rope), _plan_decodes(decodes, num_heads))
+    return HostPlan(bool((rope.slots < 0).any()), _rotary_factors(rope), _plan_decodes(decodes, num_heads))
 
 
-def _turn(rope: RotaryInputs) -> tuple[Tensor, Tensor]:
+def _rotary_factors(rope: RotaryInputs) -> tuple[Tensor, Tensor]:
     """Return the factors of the rotary embedding: cosines ``[tokens, 1, 1, half]``, and sines ``[tokens, 1, 2, half]``.
 
     The sines are for a head with its halves swapped. The sines of the first half are negative.
@@ -74,10 +74,10 @@ def _turn(rope: RotaryInputs) -> tuple[Tensor, Tensor]:
     return rope.cos[:, None, None], torch.stack((-rope.sin, rope.sin), dim=1)[:, None]
 
 
-def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
+def _plan_decodes(pages: Pages, num_heads: int) -> PaddedDecodes | list[Span]:
     """Decide from the context lengths whether to attend to all sequences at once or to one at a time.
 
-    Return the inputs of the chosen method: a `Together`, or a `Span` for each sequence.
+    Return the inputs of the chosen method: a `PaddedDecodes`, or a `Span` for each sequence.
     """
     _, _, num_kv_heads, head_dim = pages.k.shape
     lengths = pages.lens.tolist()
@@ -93,7 +93,7 @@ def _plan_decodes(pages: Pages, num_heads: int) -> Together | list[Span]:
     return _spans(pages, lengths, seen)
 
 
-def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
+def _plan_together(pages: Pages, longest: int, num_heads: int) -> PaddedDecodes:
     """Return the inputs for all sequences at once, each padded to ``longest`` with its own first token.
 
     Padding with other slots could read NaN, which a weight of 0 does not hide: 0 * NaN is NaN.
@@ -119,7 +119,7 @@ def _plan_together(pages: Pages, longest: int, num_heads: int) -> Together:
         scales_at = torch.add(indices[:, None], torch.arange(num_kv_heads)[:, None], alpha=block_size).flatten()
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     queries = torch.zeros(num_seqs * num_kv_heads, _padded(group), head_dim, dtype=dtype)
-    return Together(
+    return PaddedDecodes(
         rows=rows.flatten(),
         mask=mask.repeat_interleave(num_kv_heads, 0)[:, None].expand(-1, _padded(group), -1),
         gathered=k_cache.new_empty(num_seqs * num_kv_heads * longest, head_dim),
@@ -153,7 +153,7 @@ def rotary_write_kv(
         _normalize(q, k, norms)
     # [tokens, q and k heads, 2, half]
     both = q.as_strided((num_tokens, num_heads + k.shape[1], 2, half), (*q.stride()[:2], half, 1))
-    straight, across = _turn(rope) if plan is None else plan.turn
+    straight, across = _rotary_factors(rope) if plan is None else plan.rotary_factors
     changed_about = both.flip(2)
     both.mul_(straight).addcmul_(changed_about, across)
     if norms is not None and norms.after_rotary:
@@ -238,7 +238,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, plan: HostPla
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = pages.k.shape[2]
     decodes = _plan_decodes(pages, num_heads) if plan is None else plan.decodes
-    if isinstance(decodes, Together):
+    if isinstance(decodes, PaddedDecodes):
         return _attend_together(q, pages, decodes, softmax_scale)
     # The query heads of a kv head form a batch of queries, so K and V are not repeated.
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim).unbind(0)
@@ -274,7 +274,7 @@ def _padded(group: int) -> int:
     return 4 if group == 3 else group
 
 
-def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
+def _attend_together(q: Tensor, pages: Pages, together: PaddedDecodes, softmax_scale: float) -> Tensor:
     """Compute attention of all sequences at once: a batched matmul over gathered K, then weighted sums of V's rows.
 
     V is not gathered. FBGEMM, which torch includes for recommendation models, computes weighted sums of listed rows at
@@ -296,7 +296,7 @@ def _attend_together(q: Tensor, pages: Pages, together: Together, softmax_scale:
     return attended.view(q.shape)
 
 
-def _attend_together_in_8_bits(q: Tensor, pages: Pages, together: Together, softmax_scale: float) -> Tensor:
+def _attend_together_in_8_bits(q: Tensor, pages: Pages, together: PaddedDecodes, softmax_scale: float) -> Tensor:
     """Compute `_attend_together` for an 8-bit cache, with K and V gathered and converted to float32."""
     assert together.scales_at is not None
     assert pages.k_scales is not None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minillm.beams.candidates import BeamStep, beam_candidates, token_logprobs
 from minillm.beams.choice import BeamState, Choice, Hypothesis
-from minillm.beams.following import Followed
+from minillm.beams.device_searches import PendingSearches
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
@@ -49,9 +49,9 @@ class Beams:
             group.sequences[0].text = OutputText(detokenizer, tuple(params.stop), params.min_tokens)
         # Diversity penalties, stop strings, log-probabilities, ``hold`` and a limit on reasoning need the CPU at each
         # step.
-        hosted = count > 1 or group.sequences[0].text is not None or params.logprobs is not None or group.hold
-        hosted = hosted or params.max_reasoning_tokens is not None
-        if self._device is not None and not hosted:
+        on_cpu = count > 1 or group.sequences[0].text is not None or params.logprobs is not None or group.hold
+        on_cpu = on_cpu or params.max_reasoning_tokens is not None
+        if self._device is not None and not on_cpu:
             search = Search(width, group.state.searches[0].num_candidates(len(group.end_ids)), group.end_ids)
             group.state.search = DeviceSearch(search) if search.fits(self.requests.vocab_size) else None
 
@@ -78,17 +78,18 @@ class Beams:
 
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
         on_device = [chunk for chunk in chunks if chunk.group.device]
-        hosted = [chunk for chunk in chunks if not chunk.group.device]
+        on_cpu = [chunk for chunk in chunks if not chunk.group.device]
         choices = None if self._device is None else self._device.take_choices()
         if choices is None:
             assert not on_device, "the device has run no step of its searches"
-            return self._search(logits, hosted)
+            return self._search(logits, on_cpu)
         groups, chosen = choices
         # A group in ``groups`` without a chunk has ended since its step was launched.
-        following = {chunk.group: groups.index(chunk.group) for chunk in on_device}
+        indices = {chunk.group: groups.index(chunk.group) for chunk in on_device}
         for chunk in on_device:
             chunk.sequence.num_pending += 1
-        return Followed(self.follow, self.requests, following, chosen, self._search(logits, hosted) if hosted else None)
+        others = self._search(logits, on_cpu) if on_cpu else None
+        return PendingSearches(self.apply_choice, self.requests, indices, chosen, others)
 
     def _search(self, logits: Tensor, chunks: list[Chunk]) -> Searches:
         rows: dict[SequenceGroup, dict[int, int]] = {}
@@ -136,12 +137,12 @@ class Beams:
         """
         return self._advance(step, candidates, logprobs, self._replace_beams)
 
-    def follow(self, step: BeamStep, candidates: list[Candidate]) -> list[Delta]:
+    def apply_choice(self, step: BeamStep, candidates: list[Candidate]) -> list[Delta]:
         """Apply the device's choice for a group's only search to the CPU's sequences.
 
         The device has already forked the block tables of its own beams.
         """
-        return self._advance(step, [candidates], {}, self._follow_rows)
+        return self._advance(step, [candidates], {}, self._follow_device_rows)
 
     def _advance(
         self,
@@ -201,7 +202,9 @@ class Beams:
         group.state.beams, group.stage = beams, Stage.SPLIT
         group.sequences = [sequence for sequence, _, _ in grown]
 
-    def _follow_rows(self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]) -> None:
+    def _follow_device_rows(
+        self, group: SequenceGroup, choices: list[Choice], survivors: list[list[Candidate]]
+    ) -> None:
         """Replace each beam that did not survive by a fork of a surviving beam.
 
         `kernels.choose_beams` has replaced the beams in the device state in the same order.

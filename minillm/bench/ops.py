@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from minillm import kernels
-from minillm.forms import kv_row_bytes
 from minillm.kernels import (
     AttentionShape,
     LayerCache,
@@ -22,6 +21,7 @@ from minillm.kernels import (
 )
 from minillm.kernels.attention.plan import FREE, Costs
 from minillm.kernels.streams import copies_for_cold_l2
+from minillm.storage import kv_row_bytes
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
 _BLOCK_SIZE = 16

@@ -235,8 +235,8 @@ def _measure(
     if name not in _FOLLOW_UPS:
         asked = [token_ids for token_ids in asked for _ in params]
     drafter = drafter_of(engine.runner)
-    prices = [drafter.price if drafter is not None and kind == "model" else None for kind in kinds]
-    guessing = [SpeculativeSamples(engine.requests, engine.runner, draft=price) for price in prices]
+    costs = [drafter.draft_cost if drafter is not None and kind == "model" else None for kind in kinds]
+    guessing = [SpeculativeSamples(engine.requests, engine.runner, draft=cost) for cost in costs]
     ways: list[Samples] = [Samples(engine.requests, engine.runner), *guessing]
     seconds: list[list[float]] = [[] for _ in ways]
     answers: list[list[list[int]]] = [[] for _ in ways]

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from minillm.checks import check_fields, custom, number
 from minillm.errors import UsageError
-from minillm.forms import FORMS
 from minillm.model.shapes import SHAPES
+from minillm.storage import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from minillm.llm import LLM
@@ -97,8 +97,8 @@ def shape(default: str | None, help: str) -> Any:
 
     def check(option: str, value: Any) -> Any:
         known, (name, separator, form) = tuple(SHAPES), (value or "").partition(":")
-        if value is not None and (name not in known or (separator and form not in FORMS)):
-            forms = ", ".join(FORMS)
+        if value is not None and (name not in known or (separator and form not in QUANTIZATIONS)):
+            forms = ", ".join(QUANTIZATIONS)
             raise UsageError(f"unknown shape {value!r}; known: {', '.join(known)}, each with :FORM of {forms}")
         return value
 
@@ -120,7 +120,7 @@ class ModelOptions(NoOptions):
     shape: str | None = shape(
         None,
         f"random weights with the dimensions of {', '.join(SHAPES)}. Append :q4_0 or another quantization "
-        f"({', '.join(FORMS)}) for quantized weights",
+        f"({', '.join(QUANTIZATIONS)}) for quantized weights",
     )
 
 

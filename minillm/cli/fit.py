@@ -14,8 +14,8 @@ from minillm.checks import parse_bytes
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.forms import READING_SPEED, Sized, in_low_bits, quantized, ranked, sized, sized_forms
-from minillm.fit.verdicts import budget_beforehand
+from minillm.fit.sizes import READING_SPEED, SizedModel, in_low_bits, quantized, ranked, sized, sized_versions
+from minillm.fit.verdicts import budget_before_start
 from minillm.fit.weights import QUANTIZED
 from minillm.loading.bandwidth import Bandwidth, measure
 from minillm.progress import rate, size
@@ -56,7 +56,7 @@ class FitRow:
     ``best``: this row is recommended among all rows of the same model.
     """
 
-    model: Sized
+    model: SizedModel
     fit: Fit
     tokens_per_second: float | None
     best: bool
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     draft = None if config.draft is None else _draft(config.draft)
     machine = _machine(config, memory, bandwidth)
     if draft is not None:
-        machine = _beside(draft, machine)
+        machine = _with_draft_loaded(draft, machine)
     if machine.budget.on_gpu:  # on a GPU, --quantize can quantize a model that has no quantized files
         groups = [[*group, *quantized(group[0])] if len(group) == 1 else group for group in groups]
     else:
@@ -95,17 +95,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _models(name: str | None) -> list[list[Sized]]:
+def _models(name: str | None) -> list[list[SizedModel]]:
     """Return the models to show. Each model is a list of its variants: unquantized, and its quantizations.
 
     Without a name, return all named models. Raises UsageError if the size of the model ``name`` is unknown.
     """
     manifest = load_manifest()
     if name is None:
-        return [forms for entry in manifest.models.values() if (forms := sized_forms(entry))]
+        return [forms for entry in manifest.models.values() if (forms := sized_versions(entry))]
     found = find(name, manifest)
     if (entry := manifest.entry(name)) is not None:
-        forms = sized_forms(entry if ":" not in name else replace(entry, forms=()))
+        forms = sized_versions(entry if ":" not in name else replace(entry, forms=()))
     elif isinstance(found, ModelFiles):
         forms = [sized(name, found.path, downloaded=True)]
     else:
@@ -116,14 +116,14 @@ def _models(name: str | None) -> list[list[Sized]]:
     return [forms]
 
 
-def _draft(name: str) -> Sized:
+def _draft(name: str) -> SizedModel:
     base, _, kind = name.rpartition(":")
     if kind in QUANTIZED:
         return replace(_models(base)[0][0], quantize=kind)
     return _models(name)[0][0]
 
 
-def _beside(draft: Sized, machine: Machine) -> Machine:
+def _with_draft_loaded(draft: SizedModel, machine: Machine) -> Machine:
     """Return ``machine`` as it is after a draft model is loaded on it: with less free memory.
 
     The draft model is loaded with the options that `minillm.loading.describe.describe_draft` uses.
@@ -148,7 +148,7 @@ def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) ->
     if on_gpu and memory is None:
         return _this_gpu(config, bandwidth)
     free, total = system.memory() if memory is None else (memory, memory)
-    budget = budget_beforehand(config, free, total, on_gpu)
+    budget = budget_before_start(config, free, total, on_gpu)
     speed = None if bandwidth is None else Bandwidth(bandwidth)
     if speed is None and (gpu_here or not on_gpu):
         speed = _measured("cuda" if on_gpu else "cpu")
@@ -192,7 +192,7 @@ def _rate(speed: Bandwidth | None, given: int | None) -> str:
     return f"; it reads {speed.rate / 1e9:,.{0 if speed.rate >= 1e11 else 1}f} GB/s{source}"
 
 
-def _rows(models: list[Sized], machine: Machine) -> list[FitRow]:
+def _rows(models: list[SizedModel], machine: Machine) -> list[FitRow]:
     # On a CPU, the chat prefers a variant that needs no further options. If such a variant fits, the best row is one.
     plain = [model for model in models if machine.budget.on_gpu or not model.options]
     order = _order(plain, machine) or _order(models, machine)
@@ -208,11 +208,11 @@ def _rows(models: list[Sized], machine: Machine) -> list[FitRow]:
     return rows
 
 
-def _order(models: list[Sized], machine: Machine) -> list[tuple[Sized, Fit]]:
+def _order(models: list[SizedModel], machine: Machine) -> list[tuple[SizedModel, Fit]]:
     return [each for each in ranked(models, machine.budget, machine.bandwidth) if machine.drafts_for(each[1])]
 
 
-def _name(model: Sized) -> str:
+def _name(model: SizedModel) -> str:
     return clean_line(model.name, 60) + model.options
 
 

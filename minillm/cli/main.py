@@ -19,7 +19,7 @@ from typing import Any
 import minillm
 from minillm.cli.options import MODEL_NAMES, Parser, add_model_option, add_model_options, add_sampling_options, option
 from minillm.errors import MinillmError, UsageError, memory_errors
-from minillm.system import no_interrupt_lost
+from minillm.system import keep_interrupts
 from minillm.text.safe import clean_line
 from minillm.user_config import CALM_SAMPLING, CHAT_SAMPLING, THEMES
 
@@ -294,7 +294,7 @@ def _guarded(argv: Sequence[str]) -> int:
         return _say(f"{what} (set MINILLM_DEBUG=1 for the traceback)", kind="internal error: ")
 
 
-@no_interrupt_lost()
+@keep_interrupts()
 @memory_errors()
 def _run(argv: Sequence[str]) -> int:
     try:

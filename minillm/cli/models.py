@@ -13,7 +13,7 @@ from minillm.blockstore.files import blocks_dir
 from minillm.cli.cache import remove_blocks
 from minillm.config import EngineConfig
 from minillm.errors import WeightsError
-from minillm.fit.forms import Sized, sized, sized_entry
+from minillm.fit.sizes import SizedModel, sized, sized_entry
 from minillm.fit.verdicts import IN_LOW_BITS, DeviceMemory, Verdict, devices_of, verdicts
 from minillm.loading.bandwidth import kept_rate, known_rate
 from minillm.progress import loading_bar, rate, say, size
@@ -126,7 +126,7 @@ def _devices(config: EngineConfig, gpu: int) -> list[DeviceMemory]:
     return devices_of(config, system.memory(), cpu_bandwidth=speed)
 
 
-def _sized(entry: ModelEntry | None, files: ModelFiles | None) -> Sized | None:
+def _sized(entry: ModelEntry | None, files: ModelFiles | None) -> SizedModel | None:
     try:
         return sized_entry(entry) if entry else sized(files.name, files.path) if files else None
     except WeightsError:

@@ -91,13 +91,14 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ").split()[0]
             if unknown.startswith("-"):
-                message = f"unknown option {unknown!r}" + _meant(unknown.split("=")[0], self._option_string_actions)
+                near = _closest_option(unknown.split("=")[0], self._option_string_actions)
+                message = f"unknown option {unknown!r}{near}"
             else:
                 message = f"one argument too many: {unknown!r}; put quotation marks around a text of several words"
         elif "invalid choice: " in message:
             choice = message.split("invalid choice: ")[1].split(" (")[0].strip("'\"")
             choices = [str(c) for action in self._actions for c in action.choices or ()]
-            near = _meant(choice, set(choices) - _DESTRUCTIVE, _ALIKE)
+            near = _closest_option(choice, set(choices) - _DESTRUCTIVE, _ALIKE)
             what = message.split(":")[0].removeprefix("argument ")
             message = f"unknown {what} {choice!r}{near or '; known: ' + ', '.join(choices)}"
         raise UsageError(f"{message}; see {self.prog} --help")
@@ -114,7 +115,7 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-def _meant(word: str, words: Iterable[str], alike: float = 0.5) -> str:
+def _closest_option(word: str, words: Iterable[str], alike: float = 0.5) -> str:
     close = nearest(word, sorted(words), alike)
     return f", did you mean {close}?" if close else ""
 

@@ -72,7 +72,7 @@ class Samples:
     def launch(self, logits: Tensor, chunks: list[Chunk]) -> Flight:
         return self.draw(logits, chunks)
 
-    def draw(self, logits: Tensor, chunks: list[Chunk]) -> Draws:
+    def draw(self, logits: Tensor, chunks: list[Chunk]) -> PendingDraws:
         """Begin to draw the next token of each chunk's sequence. After a prompt, all sequences of a group draw one."""
         draws = []
         for chunk in chunks:
@@ -84,7 +84,7 @@ class Samples:
         drawn = self._runner.draw(logits, draws)
         for draw in draws:
             draw.sequence.num_pending += 1
-        return Draws(self, draws, drawn, drawn.may_run_ahead, drawn.may_compute_ahead)
+        return PendingDraws(self, draws, drawn, drawn.may_run_ahead, drawn.may_compute_ahead)
 
     def outputs(self, group: SequenceGroup) -> list[CompletionOutput]:
         outputs = []
@@ -153,7 +153,7 @@ class Samples:
 
 
 @dataclass(slots=True)
-class Draws:
+class PendingDraws:
     """The tokens that one step draws for sampled requests, as a `minillm.sequence.Flight`."""
 
     samples: Samples

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from minillm.config import EngineConfig
 from minillm.fit.weights import Layout, Weights
-from minillm.forms import Storage
 from minillm.progress import size
+from minillm.storage import Storage
 from minillm.weights.shape import Shape
 
 CPU_KEEPS_LOW_BIT = False  # a CPU's default matmuls need dequantized weights

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 from minillm.config import EngineConfig
 from minillm.fit.budget import CPU_PROCESS_BYTES, GPU_PROCESS_BYTES, Budget, Fit
-from minillm.fit.forms import Sized, in_low_bits, ranked
+from minillm.fit.sizes import SizedModel, in_low_bits, ranked
 
 # The model fits the CPU only with an option --weights that saves memory. The text is part of `minillm models --json`.
 IN_LOW_BITS: Final = "CPU in few bits"
@@ -43,7 +43,7 @@ class Verdict:
     taken: bool = False
 
 
-def budget_beforehand(config: EngineConfig, free: int, total: int, on_gpu: bool) -> Budget:
+def budget_before_start(config: EngineConfig, free: int, total: int, on_gpu: bool) -> Budget:
     """Return the budget of an engine process before the process is started.
 
     ``free`` and ``total`` are in bytes. The memory that torch or CUDA's context will take is subtracted from ``free``.
@@ -69,13 +69,13 @@ def devices_of(
     """
     devices = []
     if gpu and config.device != "cpu":
-        devices.append(DeviceMemory("GPU", budget_beforehand(config, gpu, gpu, True), gpu_bandwidth))
-    return [*devices, DeviceMemory("CPU", budget_beforehand(config, *memory, False), cpu_bandwidth)]
+        devices.append(DeviceMemory("GPU", budget_before_start(config, gpu, gpu, True), gpu_bandwidth))
+    return [*devices, DeviceMemory("CPU", budget_before_start(config, *memory, False), cpu_bandwidth)]
 
 
 def order_of_choice(
-    forms: Iterable[Sized], budget: Budget, bandwidth: float | None
-) -> tuple[list[tuple[Sized, Fit]], list[tuple[Sized, Fit]]]:
+    forms: Iterable[SizedModel], budget: Budget, bandwidth: float | None
+) -> tuple[list[tuple[SizedModel, Fit]], list[tuple[SizedModel, Fit]]]:
     """Return the quantizations that fit, as two lists of (model, fit) pairs in different orders.
 
     The first list has the order in which a chat tries them: downloaded quantizations first, then all others, and the
@@ -85,7 +85,7 @@ def order_of_choice(
     return sorted(fitting, key=lambda each: not each[0].downloaded), fitting
 
 
-def verdicts(forms: Sequence[Sized | None], devices: Sequence[DeviceMemory]) -> list[Verdict]:
+def verdicts(forms: Sequence[SizedModel | None], devices: Sequence[DeviceMemory]) -> list[Verdict]:
     """Return a verdict for each of ``forms``, in the same order.
 
     Args:
@@ -98,7 +98,7 @@ def verdicts(forms: Sequence[Sized | None], devices: Sequence[DeviceMemory]) -> 
     return [_verdict(form, form is taken, devices) for form in forms]
 
 
-def _verdict(model: Sized | None, taken: bool, devices: Sequence[DeviceMemory]) -> Verdict:
+def _verdict(model: SizedModel | None, taken: bool, devices: Sequence[DeviceMemory]) -> Verdict:
     if model is None:
         return Verdict("?")
     for device in devices:
@@ -111,5 +111,5 @@ def _verdict(model: Sized | None, taken: bool, devices: Sequence[DeviceMemory]) 
     return Verdict("no")
 
 
-def _speed(model: Sized, fit: Fit, device: DeviceMemory) -> float | None:
+def _speed(model: SizedModel, fit: Fit, device: DeviceMemory) -> float | None:
     return device.bandwidth and device.budget.tokens_per_second(fit, model.shape, device.bandwidth)

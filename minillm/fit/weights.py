@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from minillm.forms import Storage
+from minillm.storage import Storage
 from minillm.weights.shape import Shape
 from minillm.weights.stored import BLOCKS, FP8, FP8_BLOCKS, LOW_BIT, StoredTensor
 
@@ -40,8 +40,8 @@ class Layout:
         packs: 16-bit matrices keep 2 bytes per weight even if the engine's dtype is float32, as on many CPUs.
         quantize: "int8", "int4" or "fp8", applied to 16-bit and 32-bit matrices of the layers during loading. int8 and
             int4 also apply to an output head that is separate from the embedding.
-        storage: the storage of matrices, see `minillm.forms.Storage`. A low-bit embedding stays low-bit unless this is
-            "expanded".
+        storage: the storage of matrices, see `minillm.storage.Storage`. A low-bit embedding stays low-bit unless this
+            is "expanded".
     """
 
     element_size: int

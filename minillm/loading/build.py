@@ -11,7 +11,7 @@ import torch
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError, UsageError
 from minillm.fit.budget import GRAPH_BYTES, Budget
-from minillm.fit.forms import Sized, shape_of
+from minillm.fit.sizes import SizedModel, shape_of
 from minillm.fit.weights import Weights
 from minillm.kernels import Costs
 from minillm.loading.compiling import with_compiled_layers
@@ -35,9 +35,9 @@ from minillm.runner.runner import Runner
 from minillm.speculation.drafter import MOST_SEQS, Drafter
 from minillm.system import compact_heap
 
-_MORE_SECONDS = 4.0  # maximum delay of the start for kernels that a first request does not need
-_ENOUGH = 4  # compilers: fewer take longer than this process's own threads
-_HARDLY_PAYS = 0.5  # speculation hardly saves time if a draft token takes more than this fraction of a token's time
+_MAX_START_DELAY = 4.0  # maximum delay of the start for kernels that a first request does not need
+_MIN_COMPILERS = 4  # compilers: fewer take longer than this process's own threads
+_MAX_DRAFT_COST = 0.5  # speculation hardly saves time if a draft token takes more than this fraction of a token's time
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ def load_weights(
     shard = shard_of(model_config, *((0, 1) if ranks is None else (ranks.rank, ranks.size)))
     check_fits(description.name, model_config, description.tensors, shard, budget)
     if budget.chooses_weights:
-        whole = Sized(description.name, description.tensors, shape_of(model_config), 0)
+        whole = SizedModel(description.name, description.tensors, shape_of(model_config), 0)
         budget = _choose_weights(whole, budget, ranks, on_message)
     return _load(description, config, budget, device, longest, ranks, on_progress), budget
 
 
-def _choose_weights(model: Sized, budget: Budget, ranks: Ranks | None, on_message: OnMessage) -> Budget:
+def _choose_weights(model: SizedModel, budget: Budget, ranks: Ranks | None, on_message: OnMessage) -> Budget:
     """Decide whether low-bit weights are dequantized when they are loaded. All ranks make the same decision.
 
     Return the budget with this choice. ``on_message`` is told if the weights stay low-bit.
@@ -257,15 +257,15 @@ def _build_runner(
     limits = Limits(num_blocks, max_model_len, num_host_blocks, tokens)
     runner = _new_runner(model, config, limits, ranks, compiler)
     if compiler is not None:
-        compiler.wait(more, _MORE_SECONDS)
+        compiler.wait(more, _MAX_START_DELAY)
         compiler.relax()
     if draft is not None:
         few = replace(config, max_num_seqs=MOST_SEQS, enable_prefix_attention=False)
         drafter = Drafter(_new_runner(draft, few, limits, None, compiler), num_blocks, num_host_blocks, model, tokens)
         runner.observers.append(drafter)
-        if drafter.price > _HARDLY_PAYS:
+        if drafter.draft_cost > _MAX_DRAFT_COST:
             on_message(
-                f"speculate {config.draft}: a draft token takes {drafter.price:.2f} of the time of a token here; "
+                f"speculate {config.draft}: a draft token takes {drafter.draft_cost:.2f} of the time of a token here; "
                 "the model drafts only while that is faster"
             )
     if cores is not None:
@@ -351,7 +351,7 @@ def compile_ahead(
         needed = [each for part in runner.rehearsals() for each in _missing(compiler, part)]
         more = [each for shape in runner.first_shapes() for each in _missing(compiler, shape.work)]
         compiler.submit([*needed, *more])
-        while compiler.num_processes >= _ENOUGH and not compiler.wait(needed, seconds=0.2):
+        while compiler.num_processes >= _MIN_COMPILERS and not compiler.wait(needed, seconds=0.2):
             on_progress(Progress("compiling kernels, once", compiler.num_done, len({*needed, *more}), "kernels"))
 
     def rehearse(part: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ import torch
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, UsageError
 from minillm.fit.budget import Budget
-from minillm.fit.forms import shape_of
+from minillm.fit.sizes import shape_of
 from minillm.fit.weights import QUANTIZED, weights_in_memory
 from minillm.loading.device import choose_dtype
 from minillm.model.architectures import text_name

@@ -219,7 +219,7 @@ def methods_for(
     samples = Samples(requests, runner, seed)
     if speculate != "off":
         drafter = drafter_of(runner)
-        samples = SpeculativeSamples(requests, runner, seed, None if drafter is None else drafter.price)
+        samples = SpeculativeSamples(requests, runner, seed, None if drafter is None else drafter.draft_cost)
     device = runner.beams if isinstance(runner, DeviceRunner) else None
     return {SamplingParams: samples, BeamSearchParams: Beams(requests, device)}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget, Fit
-from minillm.fit.forms import Sized, in_low_bits, quantized, ranked, shape_of, sized_forms
+from minillm.fit.sizes import SizedModel, in_low_bits, quantized, ranked, shape_of, sized_versions
 from minillm.fit.verdicts import order_of_choice
 from minillm.fit.weights import weights_in_memory
 from minillm.model.config import ModelConfig
@@ -32,11 +32,11 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
         return 1 / shard.size  # stored tensors of quantized matrices, such as packed levels and scales
 
     tensors, shape = tuple(tensors), shape_of(model)
-    itself = Sized(name, tensors, shape, 0)
+    itself = SizedModel(name, tensors, shape, 0)
     fit = budget.fit(weights_in_memory(tensors, itself.layout(budget), share), shape)
     if fit.needed <= budget.available:
         return
-    raise CapacityError(f"{name} needs {_needs(fit, budget)}, and {budget.where()}; {_instead(itself, budget)}")
+    raise CapacityError(f"{name} needs {_needs(fit, budget)}, and {budget.where()}; {_alternative(itself, budget)}")
 
 
 def _needs(fit: Fit, budget: Budget) -> str:
@@ -50,11 +50,11 @@ def _needs(fit: Fit, budget: Budget) -> str:
     )
 
 
-def _instead(model: Sized, budget: Budget) -> str:
+def _alternative(model: SizedModel, budget: Budget) -> str:
     """Return the end of an error message: a quantization that would fit, or general advice."""
     name = model.name
     entry = load_manifest().models.get(name.partition(":")[0])
-    forms = [] if entry is None else sized_forms(entry)
+    forms = [] if entry is None else sized_versions(entry)
     if fitting := ranked([form for form in forms if form.name != name], budget):
         best, fit = fitting[0]
         return f"{best.name} ({size(fit.weights.memory)}) would fit: {best.command}"
@@ -97,7 +97,7 @@ def choose_form(
     entry = load_manifest().models.get(name)
     if entry is None or not entry.forms:
         return name
-    order, fitting = order_of_choice(sized_forms(entry), budget(), bandwidth())
+    order, fitting = order_of_choice(sized_versions(entry), budget(), bandwidth())
     for number, (model, fit) in enumerate(order, 1):
         try:
             resolve(model.name, on_progress=on_progress, on_message=on_message)
@@ -111,7 +111,7 @@ def choose_form(
     return name  # no quantization fits; loading the model will raise the error
 
 
-def _chosen(model: Sized, fit: Fit, fitting: Sequence[Sized]) -> str:
+def _chosen(model: SizedModel, fit: Fit, fitting: Sequence[SizedModel]) -> str:
     lies = f"{size(fit.weights.memory)} of weights, {fit.context:,} tokens of context"
     if model is fitting[0]:
         return f"taking {_full_name(model.name)}, the best quantization that fits ({lies})"

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, Literal
 
 from minillm.errors import WeightsError
-from minillm.forms import kv_row_bytes
 from minillm.model.architectures import ARCHITECTURES, Architecture
 from minillm.model.rope_config import RopeConfig, read_ropes
+from minillm.storage import kv_row_bytes
 from minillm.text.reading import Values, shown
 from minillm.text.safe import clean_line
 

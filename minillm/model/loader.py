@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from minillm.errors import WeightsError
-from minillm.forms import Storage
 from minillm.kernels import GELU, HeadNorms, LinearWeight, LowBit
 from minillm.kernels.linear.low_bit.layouts import GROUP, concatenated, expanded, in_eight_bits, padded, rows_of
 from minillm.model.config import ModelConfig
@@ -21,6 +20,7 @@ from minillm.model.llama import Attention, Layer, Llama
 from minillm.model.rope import RotaryTable
 from minillm.model.shard import ShardedLlama, shard_of
 from minillm.parallel.collectives import Ranks
+from minillm.storage import Storage
 from minillm.text.safe import clean_line
 
 _EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

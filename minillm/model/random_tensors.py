@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from minillm.forms import FORMS
 from minillm.kernels.linear.low_bit.layouts import FP8, Layout, LowBit, random_matrix
 from minillm.model.config import ModelConfig
 from minillm.model.loader import parameter_shapes
+from minillm.storage import QUANTIZATIONS
 
 _LAYOUTS = {
     "4": Layout(4, "plain", zero=8),
@@ -27,7 +27,7 @@ class RandomTensors:
     same model.
 
     Args:
-        form: a quantization from `minillm.forms.FORMS`; None: 16-bit weights.
+        form: a quantization from `minillm.storage.QUANTIZATIONS`; None: 16-bit weights.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, seed: int = 0, form: str | None = None) -> None:
@@ -52,7 +52,7 @@ class RandomTensors:
         if self._form is None or rows is not None or columns is not None:
             return None
         out, width = self._shapes[name]
-        layout = _LAYOUTS[FORMS[self._form][self._is_finer(name)]]
+        layout = _LAYOUTS[QUANTIZATIONS[self._form][self._is_finer(name)]]
         if layout == FP8 and not name.endswith("_proj.weight"):
             return None
         if width % layout.block:

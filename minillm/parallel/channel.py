@@ -56,7 +56,7 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 
 @dataclass
-class Lines:
+class RankConnections:
     """Rank 0's connections to the other ranks, and their state."""
 
     connections: Mapping[int, socket.socket]  # by rank
@@ -93,7 +93,7 @@ class Lines:
 class Leader:
     """Rank 0's side of the connections."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: RankConnections) -> None:
         self._lines = lines
         self.close = weakref.finalize(self, self._lines.close)  # at the latest when the interpreter exits
         threading.Thread(target=_watch, args=(self._lines,), daemon=True).start()
@@ -139,7 +139,7 @@ class Leader:
         raise RankDied(self._lines.failure or "the other ranks have been released; load the model again")
 
 
-def _watch(lines: Lines) -> None:
+def _watch(lines: RankConnections) -> None:
     """Wait until a rank dies or fails. Then abort the collectives that wait for that rank. If that does not help, end
     this process.
     """

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel import channel
-from minillm.parallel.channel import Leader, Lines, RankDied
+from minillm.parallel.channel import Leader, RankConnections, RankDied
 from minillm.system import exit_status, start_module
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def lead(model: str, config: EngineConfig, device: torch.device) -> tuple[Ranks,
         shutil.rmtree(directory, ignore_errors=True)
         raise
     ranks: list[Ranks] = []
-    leader = Leader(Lines(connections, processes, lambda: ranks[0].abort() if ranks else None))
+    leader = Leader(RankConnections(connections, processes, lambda: ranks[0].abort() if ranks else None))
     with leader.watched():
         ranks.append(Ranks(open_store(directory), 0, size, device))
     weakref.finalize(ranks[0], shutil.rmtree, directory, ignore_errors=True)

@@ -68,7 +68,7 @@ class Drafter(StepObserver):
 
     def __init__(self, runner: Runner, num_blocks: int, num_host_blocks: int, other: Llama, most_tokens: int) -> None:
         self.runner, self._most_tokens = runner, most_tokens
-        self.price, self._vocab_size = price(runner.model, other), other.config.vocab_size
+        self.draft_cost, self._vocab_size = draft_cost(runner.model, other), other.config.vocab_size
         self._drafted = Drafted(num_blocks, runner.block_size, num_host_blocks)
         self._groups: dict[
             SequenceGroup, SequenceGroup
@@ -175,7 +175,7 @@ def drafter_of(runner: Runner) -> Drafter | None:
     return next((each for each in runner.observers if isinstance(each, Drafter)), None)
 
 
-def price(draft: Llama, model: Llama) -> float:
+def draft_cost(draft: Llama, model: Llama) -> float:
     """Return the draft model's time per token, as a fraction of the target model's time per token.
 
     On a CPU, the fraction is measured. On a GPU, it is estimated from the bytes per token and the number of layers,

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from minillm.sequence import Chunk, Sequence, SequenceGroup
+from minillm.speculation.draft_length import DraftCosts, DraftLength, LookupDraftLength, ModelDraftLength
 from minillm.speculation.lookup import Occurrences, Source
-from minillm.speculation.pace import DraftPace, LookupPace, Pace, Price
 
 _RESUMED = 3  # draft tokens to try when a text may return to the source that it diverged from
 
@@ -37,21 +37,21 @@ class DraftChunk(Chunk):
 class Drafts:
     """Decides how many tokens a draft model proposes for each sequence of a group."""
 
-    def __init__(self, price: Price) -> None:
-        self.price = price
+    def __init__(self, costs: DraftCosts) -> None:
+        self.costs = costs
         self.works = True  # until proposing has failed
         self.num_accepted: Counter[int] = Counter()  # draft tokens, by the completion's index
-        self._paces: dict[int, Pace] = {}  # by the completion's index
+        self._draft_lengths: dict[int, DraftLength] = {}  # by the completion's index
 
-    def pace(self, sequence: Sequence) -> Pace:
-        if sequence.index not in self._paces:
-            self._paces[sequence.index] = self._new_pace()
-        return self._paces[sequence.index]
+    def draft_length(self, sequence: Sequence) -> DraftLength:
+        if sequence.index not in self._draft_lengths:
+            self._draft_lengths[sequence.index] = self._new_draft_length()
+        return self._draft_lengths[sequence.index]
 
     def chunk(self, group: SequenceGroup, sequence: Sequence, most: int) -> DraftChunk | None:
         """Return a chunk of a sequence's last token and up to ``most`` draft tokens, or None if there are no drafts."""
         # One more token is drawn after the draft tokens.
-        count = min(self.pace(sequence).count, most, group.max_tokens - sequence.num_output_tokens - 1)
+        count = min(self.draft_length(sequence).count, most, group.max_tokens - sequence.num_output_tokens - 1)
         return self._propose(group, sequence, count) if count > 0 else None
 
     def expects(self, group: SequenceGroup, sequence: Sequence) -> bool:
@@ -65,10 +65,10 @@ class Drafts:
         """Adapt the number of draft tokens to propose. The last step accepted ``num_accepted`` draft tokens of
         ``chunk``.
         """
-        self.pace(chunk.sequence).judge(len(chunk.draft), num_accepted)
+        self.draft_length(chunk.sequence).update(len(chunk.draft), num_accepted)
 
-    def _new_pace(self) -> Pace:
-        return DraftPace(self.price)
+    def _new_draft_length(self) -> DraftLength:
+        return ModelDraftLength(self.costs)
 
     def _propose(self, group: SequenceGroup, sequence: Sequence, count: int) -> DraftChunk | None:
         return DraftChunk(group, sequence, 1, True, optional=count)
@@ -82,8 +82,8 @@ class LookupDrafts(Drafts):
     comes one token late.
     """
 
-    def __init__(self, price: Price) -> None:
-        super().__init__(price)
+    def __init__(self, costs: DraftCosts) -> None:
+        super().__init__(costs)
         self._occurrences = Occurrences()
         self._noted: dict[int, int] = {}  # number of tokens of each completion that are in the index
         self._sources: dict[int, Source] = {}  # of each completion's latest draft tokens
@@ -102,8 +102,8 @@ class LookupDrafts(Drafts):
         else:
             self._sources.pop(chunk.sequence.index, None)
 
-    def _new_pace(self) -> Pace:
-        return LookupPace(self.price)
+    def _new_draft_length(self) -> DraftLength:
+        return LookupDraftLength(self.costs)
 
     def _propose(self, group: SequenceGroup, sequence: Sequence, count: int) -> DraftChunk | None:
         source = self._source(group, sequence)
@@ -114,7 +114,7 @@ class LookupDrafts(Drafts):
         self._waiting.discard(sequence.index)
         if source is None or not found:
             if waited:
-                self.pace(sequence).judge(0, 0)
+                self.draft_length(sequence).update(0, 0)
             return None
         self._sources[sequence.index] = source
         return DraftChunk(group, sequence, 1, True, optional=len(found), proposed=found)
@@ -133,9 +133,9 @@ class LookupDrafts(Drafts):
 
         Return None otherwise.
         """
-        source, pace = self._sources.get(sequence.index), self.pace(sequence)
-        assert isinstance(pace, LookupPace)
-        return source if source is not None and pace.resumes(source.num_tries) else None
+        source, draft_length = self._sources.get(sequence.index), self.draft_length(sequence)
+        assert isinstance(draft_length, LookupDraftLength)
+        return source if source is not None and draft_length.resumes(source.num_tries) else None
 
 
 def num_accepted(group: SequenceGroup, index: int) -> int:

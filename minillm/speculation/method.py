@@ -21,7 +21,7 @@ from torch import Tensor
 from minillm.cache import free_tail
 from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
-from minillm.engine.samples import Draws, Samples
+from minillm.engine.samples import PendingDraws, Samples
 from minillm.model.llama import Llama
 from minillm.outputs import Delta, TokenLogprobs
 from minillm.runner.device.runner import DeviceRunner
@@ -30,21 +30,21 @@ from minillm.runner.penalties import needs_processing
 from minillm.runner.runner import Runner
 from minillm.runner.sampler import Drawn, sample_tokens
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
+from minillm.speculation.draft_length import DraftCosts
 from minillm.speculation.drafter import MOST_SEQS, token_bytes
 from minillm.speculation.drafts import DraftChunk, Drafts, LookupDrafts
-from minillm.speculation.pace import Price
 from minillm.text.reasoning_budget import NO_LIMIT
 
 Result = TypeVar("Result")
 Results = tuple[list[int], list[TokenLogprobs | None], list[bool]]  # as `Drawn.wait` has them
 
 # Measured with the 135m on 2 cores, int8: 0.3, and 0.09 for each draft token (with weights as stored 0.3 and 0.13).
-_CPU_PRICE = Price(0.3, 0.12)
-_COMPILED_PRICE = Price(0.35, 0.2)  # relative to a step of `minillm.model.one_token`, which takes no draft tokens
+_CPU_COSTS = DraftCosts(0.3, 0.12)
+_COMPILED_COSTS = DraftCosts(0.35, 0.2)  # relative to a step of `minillm.model.one_token`, which takes no draft tokens
 # A GPU reads its weights once for all rows of a step. But each layer takes some 5 us longer than for one row, and a
 # little longer for each further row (135m: 1.33 times a step with 4 rows, 1.51 with 16; 8b: 1.15 and 1.24). Waiting for
 # the CPU takes 0.2 ms more. The constants express these times in bytes, as `token_bytes` does.
-_GPU_PRICE = Price(0.08, 0.008, resumptions=8, fewest=7, most=15)
+_GPU_COSTS = DraftCosts(0.08, 0.008, resumptions=8, fewest=7, most=15)
 _HOST_BYTES, _LAYER_BYTES, _ROW_BYTES = 500 << 20, 8 << 20, 1 << 19
 
 
@@ -58,19 +58,20 @@ class SpeculativeSamples(Samples):
     def __init__(self, requests: Requests, runner: Runner, seed: int = 0, draft: float | None = None) -> None:
         super().__init__(requests, runner, seed)
         self._kind = LookupDrafts if draft is None else Drafts
-        self._price = replace(_price(runner.model), draft=draft or 0.0)
+        self._draft_costs = replace(_draft_costs(runner.model), draft=draft or 0.0)
         self.num_verified = self.num_drafted = self.num_accepted = 0  # verified chunks, and their draft tokens, in all
 
     def begin(self, group: SequenceGroup) -> None:
         super().begin(group)
         if group.params.grammar is None and group.params.logits_processor is None:
-            group.state = self._kind(self._price)
+            group.state = self._kind(self._draft_costs)
 
     def due(self, group: SequenceGroup) -> list[Chunk]:
         chunks = super().due(group)
         if group.state is not None and group.state.works and self._few_run():
             for number, chunk in enumerate(chunks):
-                if chunk.decodes and group.state.pace(chunk.sequence).is_due() and not chunk.sequence.num_pending:
+                is_due = chunk.decodes and group.state.draft_length(chunk.sequence).is_due()
+                if is_due and not chunk.sequence.num_pending:
                     most = min(MOST_TOKENS // max(1, self._num_running), _num_free(chunk.sequence)) - 1
                     propose = partial(group.state.chunk, group, chunk.sequence, most)
                     chunks[number] = _tried(group, propose, None) or chunk
@@ -115,7 +116,7 @@ class SpeculativeSamples(Samples):
     def expects(self, chunk: Chunk) -> bool:
         """Return whether to wait for this chunk's token, because the next step may have draft tokens after it."""
         drafts, sequence = chunk.group.state, chunk.sequence
-        if drafts is None or not drafts.works or drafts.pace(sequence).left or not self._few_run():
+        if drafts is None or not drafts.works or drafts.draft_length(sequence).left or not self._few_run():
             return False
         return bool(drafts.expects(chunk.group, sequence))
 
@@ -132,13 +133,13 @@ def _num_free(sequence: Sequence) -> int:
     return NO_LIMIT if sequence.thought is None else sequence.thought.num_free(sequence.token_ids)
 
 
-def _price(model: Llama) -> Price:
+def _draft_costs(model: Llama) -> DraftCosts:
     """Return the costs of draft tokens for a model, relative to a step without draft tokens."""
     if model.device.type == "cpu":
-        return _CPU_PRICE if model.one_token is None else _COMPILED_PRICE
+        return _CPU_COSTS if model.one_token is None else _COMPILED_COSTS
     whole, layers = token_bytes(model), model.config.num_layers
     host, layer, row = _HOST_BYTES / whole, _LAYER_BYTES * layers / whole, _ROW_BYTES * layers / whole
-    return replace(_GPU_PRICE, step=_GPU_PRICE.step + host + layer, each=_GPU_PRICE.each + row, wait=host)
+    return replace(_GPU_COSTS, step=_GPU_COSTS.step + host + layer, each=_GPU_COSTS.each + row, wait=host)
 
 
 def _tried(group: SequenceGroup, work: Callable[[], Result], otherwise: Result) -> Result:
@@ -181,7 +182,7 @@ class PlainDraws:
     """
 
     samples: SpeculativeSamples
-    draws: Draws
+    draws: PendingDraws
     waits: bool | None = None
 
     @property
@@ -217,7 +218,7 @@ class Verification:
     """The draws that verify draft tokens, and the plain draws of the same step; see `minillm.sequence.Flight`."""
 
     samples: SpeculativeSamples
-    plain: Draws | None
+    plain: PendingDraws | None
     chunks: list[DraftChunk]
     rows: list[Chunk]  # the draws of all chunks, in their order
     drawn: Drawn

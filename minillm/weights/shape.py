@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minillm.forms import kv_row_bytes
+from minillm.storage import kv_row_bytes
 from minillm.text.reading import Values
 
 _MOST = 1 << 24  # maximum of each dimension, so that products stay far from a float's limit

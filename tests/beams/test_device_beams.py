@@ -14,7 +14,7 @@ from lib.cache_checks import check, check_swap
 from lib.engine import engine_for, run
 from lib.kernels import attend_by_list
 from minillm import kernels
-from minillm.beams.following import Followed
+from minillm.beams.device_searches import PendingSearches
 from minillm.engine.engine import Engine
 from minillm.kernels import Field
 from minillm.outputs import RequestOutput
@@ -37,22 +37,22 @@ class Witness:
         self.runner, self.cache = engine.runner, engine.cache
         self.num_compared = self.num_ahead = 0  # beams; of them, those whose next step was under way
         self.rows: dict[int, list[list[int]]] = {}  # by flight: all rows as the device left them
-        choose, conclude = engine.runner.beams.choose, Followed.conclude
+        choose, conclude = engine.runner.beams.choose, PendingSearches.conclude
 
         def noted(*arguments: Any, **options: Any) -> Chosen:
             chosen = choose(*arguments, **options)
             self.rows[id(chosen)] = self.runner.state.words.tolist()
             return chosen
 
-        def compared(flight: Followed) -> list[Any]:
+        def compared(flight: PendingSearches) -> list[Any]:
             deltas = conclude(flight)
             rows = self.rows.pop(id(flight.chosen))
-            for group in flight.following:
+            for group in flight.on_device:
                 self.compare(group, rows)
             return deltas
 
         monkeypatch.setattr(engine.runner.beams, "choose", noted)
-        monkeypatch.setattr(Followed, "conclude", compared)
+        monkeypatch.setattr(PendingSearches, "conclude", compared)
 
     def compare(self, group: SequenceGroup, rows: list[list[int]]) -> None:
         held, size = self.runner.state.cpu_rows._row_of, self.cache.block_size

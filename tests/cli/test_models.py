@@ -148,7 +148,7 @@ def test_fit_models_and_the_chat_say_the_same(run: Run, monkeypatch: pytest.Monk
     """The verdict, the quantization that a chat takes, and its tokens per second."""
     from minillm.config import EngineConfig
     from minillm.errors import DownloadError
-    from minillm.fit.verdicts import budget_beforehand, devices_of
+    from minillm.fit.verdicts import budget_before_start, devices_of
     from minillm.loading import fits
     from minillm.ui.dialogs import fit_of
 
@@ -182,7 +182,7 @@ def test_fit_models_and_the_chat_say_the_same(run: Run, monkeypatch: pytest.Monk
             assert shown == ["CPU", *form, rate(taken["tokens_per_second"]), "tok/s"]
         if taken is not None and entry.forms:
             with pytest.raises(DownloadError):
-                fits.choose_form(name, lambda: budget_beforehand(config, *memory, False), bandwidth=lambda: speed)
+                fits.choose_form(name, lambda: budget_before_start(config, *memory, False), bandwidth=lambda: speed)
             assert tried[0] == taken["name"], "which a chat then loads"
 
 

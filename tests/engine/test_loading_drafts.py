@@ -18,14 +18,14 @@ from minillm.params import SamplingParams
 from minillm.speculation import drafter
 from minillm.speculation.drafter import drafter_of
 
-MEASURED = drafter.price
+MEASURED = drafter.draft_cost
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_blocks": 64, "dtype": "float32"}
 
 
 @pytest.fixture(autouse=True)
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts pay, however long they take here."""
-    monkeypatch.setattr(drafter, "price", lambda draft, model: 0.1)
+    monkeypatch.setattr(drafter, "draft_cost", lambda draft, model: 0.1)
 
 
 def write_model(directory: Path, **sizes: Any) -> Path:
@@ -86,7 +86,7 @@ def test_the_pools_share_what_there_is(model: Path, small: Path) -> None:
 
 
 def test_what_will_hardly_pay_is_told_and_not_done(model: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter, "price", lambda draft, model: 0.95)
+    monkeypatch.setattr(drafter, "draft_cost", lambda draft, model: 0.95)
     told: list[str] = []
     llm = LLM(str(model), on_message=told.append, **OPTIONS, speculate=str(small))
     assert any("a draft token takes 0.95 of the time of a token" in line for line in told)

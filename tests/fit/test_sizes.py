@@ -16,12 +16,12 @@ from lib.checkpoints import LLAMA_1B, LLAMA_8B, awq_tensors, forge_gguf, forge_h
 from lib.gguf_files import gguf_model, write_gguf
 from lib.models import hf_model, needs_products_of_8_bits
 from minillm.errors import WeightsError
-from minillm.fit.forms import quantized, sized, sized_entry
+from minillm.fit.sizes import quantized, sized, sized_entry
 from minillm.fit.weights import Layout, expected_tensors, weights_in_memory
-from minillm.forms import Storage
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
+from minillm.storage import Storage
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.files import ModelFiles
 from minillm.weights.manifest import load_manifest

@@ -97,7 +97,7 @@ def engine_for(
     runner = new_runner(model, None if model.is_deterministic else sharing)
     if draft is not None:
         drafter = Drafter(new_runner(draft, None), num_blocks, host_blocks, model, max_num_batched_tokens)
-        drafter.price = 0.05  # as of a small one
+        drafter.draft_cost = 0.05  # as of a small one
         runner.observers.append(drafter)
         speculate = "a model"
     plain = model.config.max_position_embeddings if dynamic else None

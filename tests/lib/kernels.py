@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minillm.forms import kv_row_bytes
 from minillm.kernels import AttentionShape, Pages, SamplingInputs, WorkList, reference
+from minillm.storage import kv_row_bytes
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

@@ -3,7 +3,7 @@
 # One layer a line: a package imports only packages on earlier lines. A folder is one package,
 # and so is a file directly in minillm/.
 LAYERS = """
-kernels errors outputs forms
+kernels errors outputs storage
 checks system
 text
 grammar
@@ -16,7 +16,7 @@ runner user_config
 blockstore
 engine
 beams speculation branch
-verbs
+llm_methods
 scoring depths
 loading
 llm service

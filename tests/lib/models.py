@@ -11,7 +11,6 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from minillm.forms import Storage
 from minillm.kernels.cpu.linear import FBGEMM
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
@@ -20,6 +19,7 @@ from minillm.model.loader import load_llama
 from minillm.model.rounded_tensors import RoundedTensors
 from minillm.model.settle import settle
 from minillm.speculation import method as speculation
+from minillm.storage import Storage
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # where our side runs
 

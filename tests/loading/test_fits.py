@@ -15,7 +15,7 @@ from lib.gguf_files import gguf_model, write_gguf
 from minillm.config import EngineConfig
 from minillm.errors import CapacityError, DownloadError
 from minillm.fit.budget import Budget
-from minillm.fit.forms import sized
+from minillm.fit.sizes import sized
 from minillm.fit.weights import Layout, weights_in_memory
 from minillm.loading import fits
 from minillm.loading.engine import best_form, load_engine
@@ -273,7 +273,7 @@ def test_a_conversation_goes_before_bits(fetched: list[str]) -> None:
     entry = fits.load_manifest().models["llama-3.1-8b"]
     for step in range(60):
         gib = 8 + step / 20
-        forms = {model.name: model.fit(gpu(gib)()) for model in fits.sized_forms(entry)}
+        forms = {model.name: model.fit(gpu(gib)()) for model in fits.sized_versions(entry)}
         if forms["llama-3.1-8b:q6_k"].fits and not forms["llama-3.1-8b:q6_k"].fits_conversation:
             assert choose_form("llama-3.1-8b", gpu(gib)) == "llama-3.1-8b:q4_k_m"
             return

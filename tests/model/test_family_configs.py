@@ -16,7 +16,7 @@ from lib.gguf_files import converted, write_gguf
 from lib.models import TINY, hf_model, ours
 from minillm import LLM, SamplingParams
 from minillm.errors import CapacityError, WeightsError
-from minillm.fit.forms import sized
+from minillm.fit.sizes import sized
 from minillm.kernels import LowBit
 from minillm.kernels.linear.low_bit.layouts import FP8, Layout, dequantize, random_matrix
 from minillm.model.config import ModelConfig

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minillm.forms import FORMS
 from minillm.kernels.linear.low_bit.layouts import FP8, dequantize
 from minillm.model.random_tensors import RandomTensors
 from minillm.model.shapes import SHAPES
+from minillm.storage import QUANTIZATIONS
 
 CPU = torch.device("cpu")
 MATRIX, EMBEDDING = "model.layers.0.self_attn.k_proj.weight", "model.embed_tokens.weight"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", QUANTIZATIONS)
 def test_matrices_have_few_bits_and_look_like_weights(form: str) -> None:
     source = RandomTensors(SHAPES["llama-1b"], CPU, form=form)
     matrix = source.low_bit(MATRIX, CPU, None, None)

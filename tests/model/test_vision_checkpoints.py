@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from lib.models import TINY
 from minillm import LLM, SamplingParams
 from minillm.errors import WeightsError
-from minillm.fit.forms import sized
+from minillm.fit.sizes import sized
 from minillm.model.config import ModelConfig
 
 IMAGES = {

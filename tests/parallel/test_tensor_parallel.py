@@ -678,10 +678,10 @@ def test_a_process_that_waits_for_a_dead_rank_is_ended() -> None:
     program = """
 import ctypes, socket
 from minillm.parallel import channel
-from minillm.parallel.channel import Leader, Lines
+from minillm.parallel.channel import Leader, RankConnections
 channel._GRACE = 0.5
 ours, theirs = socket.socketpair()
-leader = Leader(Lines({1: ours}, {}, lambda: None))
+leader = Leader(RankConnections({1: ours}, {}, lambda: None))
 with leader.watched():
     theirs.close()
     while True:

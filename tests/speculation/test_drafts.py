@@ -19,8 +19,8 @@ from minillm.params import SamplingParams
 from minillm.runner.observers import StepObserver
 from minillm.runner.step import StepWork
 from minillm.speculation import drafter as drafting
+from minillm.speculation.draft_length import DraftCosts, ModelDraftLength
 from minillm.speculation.drafter import MOST_SEQS, Drafter
-from minillm.speculation.pace import DraftPace, Price
 
 WORDS = [[11, 12, 13, 14, 15], [21, 22, 23], [31, 32, 33, 34]]
 
@@ -243,7 +243,7 @@ def test_on_the_device_guesses_are_computed_as_if_they_decoded(model: Llama, dra
 # --- the pace ---------------------------------------------------------------------------------------------------------
 
 
-def play(pace: DraftPace, rate: float, steps: int, rng: random.Random) -> tuple[int, int, float]:
+def play(pace: ModelDraftLength, rate: float, steps: int, rng: random.Random) -> tuple[int, int, float]:
     """Steps with draft tokens that are accepted by chance: draft tokens, tokens, and the time in plain steps."""
     guessed, tokens, time = 0, 0, 0.0
     for _ in range(steps):
@@ -251,18 +251,18 @@ def play(pace: DraftPace, rate: float, steps: int, rng: random.Random) -> tuple[
         right = 0
         while right < count and rng.random() < rate:
             right += 1
-        time += 1 + (pace.price.step + count * (pace.price.each + pace.price.draft) if count else 0)
+        time += 1 + (pace.costs.step + count * (pace.costs.each + pace.costs.draft) if count else 0)
         guessed, tokens = guessed + count, tokens + right + 1
         if count:
-            pace.judge(count, right)
+            pace.update(count, right)
     return guessed, tokens, time
 
 
 @pytest.mark.parametrize("price", [0.1, 0.4])
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 0.95])
 def test_the_pace_is_near_the_best_that_is_known_beforehand(price: float, rate: float) -> None:
-    costs = Price(0.2, 0.02, price)
-    _, tokens, time = play(DraftPace(costs), rate, 3000, random.Random(1))
+    costs = DraftCosts(0.2, 0.02, price)
+    _, tokens, time = play(ModelDraftLength(costs), rate, 3000, random.Random(1))
     speeds = [
         sum(rate**i for i in range(count + 1)) / (1 + (costs.step + count * (costs.each + price) if count else 0))
         for count in range(9)
@@ -271,13 +271,13 @@ def test_the_pace_is_near_the_best_that_is_known_beforehand(price: float, rate: 
 
 
 def test_what_cannot_pay_is_not_begun() -> None:
-    guessed, tokens, time = play(DraftPace(Price(0.3, 0.12, 0.6)), 1.0, 100, random.Random(0))
+    guessed, tokens, time = play(ModelDraftLength(DraftCosts(0.3, 0.12, 0.6)), 1.0, 100, random.Random(0))
     assert (guessed, tokens, time) == (0, 100, 100)
 
 
 def test_the_pace_recovers() -> None:
     """A request that becomes easy after its first wrong guesses is guessed for again."""
-    pace, rng = DraftPace(Price(0.2, 0.02, 0.2)), random.Random(2)
+    pace, rng = ModelDraftLength(DraftCosts(0.2, 0.02, 0.2)), random.Random(2)
     play(pace, 0.0, 12, rng)
     guessed, tokens, time = play(pace, 0.95, 400, rng)
     assert guessed > 400

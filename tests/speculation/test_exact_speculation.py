@@ -21,9 +21,9 @@ from minillm.loading.engine import chat_options
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.speculation import method as speculation
+from minillm.speculation.draft_length import LookupDraftLength
 from minillm.speculation.drafts import num_accepted
 from minillm.speculation.lookup import Occurrences
-from minillm.speculation.pace import LookupPace
 from minillm.text.tokenizer import Tokenizer
 from minillm.ui.settings import for_desktop
 
@@ -220,7 +220,9 @@ def looping(tokenizer: Tokenizer, count: int = 3, **options: Any) -> list[Reques
     return requests
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Occurrences, "add"), (Occurrences, "source"), (LookupPace, "judge")])
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Occurrences, "add"), (Occurrences, "source"), (LookupDraftLength, "update")]
+)
 def test_a_lookup_that_fails_costs_no_answer(
     parts: Parts, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:

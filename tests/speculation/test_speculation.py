@@ -20,9 +20,9 @@ from minillm.llm import LLM
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.speculation import method as speculation
+from minillm.speculation.draft_length import LookupDraftLength
 from minillm.speculation.drafter import MOST_SEQS
 from minillm.speculation.lookup import LONGEST_MATCH, Occurrences
-from minillm.speculation.pace import LookupPace
 
 LOOP = [11, 12, 13, 14, 15]
 
@@ -341,16 +341,16 @@ def test_a_text_may_go_on_with_what_it_has_parted_from() -> None:
 
 
 def test_guesses_that_are_wrong_become_rare_and_right_ones_longer() -> None:
-    pace = LookupPace(speculation._CPU_PRICE)
+    pace = LookupDraftLength(speculation._CPU_COSTS)
     due = 0
     for _ in range(1000):
         if pace.is_due():
             due += 1
-            pace.judge(pace.count, 0)
+            pace.update(pace.count, 0)
     assert due <= 25
     for _ in range(80):
         if pace.is_due():
-            pace.judge(pace.count, pace.count)
+            pace.update(pace.count, pace.count)
     assert pace.count == 8
     assert pace.pause < 4
 
@@ -372,7 +372,7 @@ def test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups(model: Lla
 def test_lookups_at_the_price_of_a_gpu_change_no_token(
     model: Llama, monkeypatch: pytest.MonkeyPatch, on_device: bool
 ) -> None:
-    monkeypatch.setattr(speculation, "_price", lambda model: speculation._GPU_PRICE)
+    monkeypatch.setattr(speculation, "_draft_costs", lambda model: speculation._GPU_COSTS)
     text = [5, 9, 17, 33, 65, 7, 11]
     requests = [(text * 3, SamplingParams(max_tokens=60, temperature=t, seed=3, ignore_eos=True)) for t in (0, 0.7)]
     for each in requests:
@@ -391,8 +391,8 @@ def test_a_guess_is_tried_again_where_a_text_has_parted_from_what_it_repeats(
         text = [each for first in range(100, 200, 12) for each in (*range(first, first + 12 - lost), 300 + first // 12)]
         steps = []
         for resumptions in (0, 8):
-            price = replace(speculation._GPU_PRICE, resumptions=resumptions)
-            monkeypatch.setattr(speculation, "_price", lambda model, price=price: price)
+            price = replace(speculation._GPU_COSTS, resumptions=resumptions)
+            monkeypatch.setattr(speculation, "_draft_costs", lambda model, price=price: price)
             engine = engine_for(counting, num_blocks=128, speculate="lookup")
             [answer] = run(engine, [([*text, 99], params)])
             assert answer.outputs[0].token_ids == list(range(100, 200))

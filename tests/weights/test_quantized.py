@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from lib.engine import logits_in_chunks
 from minillm import kernels
 from minillm.errors import WeightsError
-from minillm.forms import Storage
 from minillm.kernels.linear.low_bit.layouts import FP8, dequantize
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama, parameter_shapes
+from minillm.storage import Storage
 from minillm.weights.checkpoint import open_checkpoint
 from minillm.weights.files import ModelFiles
 

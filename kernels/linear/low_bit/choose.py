@@ -17,7 +17,7 @@ If `few_tokens` computes both matmuls of a gated layer, the first writes its res
 In float32, only the first kernel is used; with more tokens the matrix is dequantized. It is also dequantized if tuning
 found that faster: see `LowBit.tiles`. FP8 has its own kernels (`linear.fp8`), and is dequantized if they do not support
 it. If a model also keeps a 16-bit copy (`minillm.kernels.LinearWeight.keep_copy`), cuBLAS multiplies the copy for more
-tokens than `most_tokens_beside_a_copy`.
+tokens than `most_tokens_with_copy`.
 """
 
 from collections.abc import Iterator
@@ -234,7 +234,7 @@ def unpacked(parts: tuple[LowBit, ...], dtype: torch.dtype) -> Tensor:
     return out
 
 
-def most_tokens_beside_a_copy(parts: tuple[LowBit, ...], copy: Tensor) -> int:
+def most_tokens_with_copy(parts: tuple[LowBit, ...], copy: Tensor) -> int:
     """Return the maximum number of tokens for which low-bit kernels are used although there is a 16-bit copy.
 
     The result is 64 for 4 bits. It is 0 for a small weight: its matmuls take as long as their launches, so reading

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from minillm.bench.meter import read_bandwidth
 from minillm.bench.ops import Case, Heads, paged_attention, prefill_attention, prefix_attention
-from minillm.forms import kv_row_bytes
 from minillm.kernels import AttentionShape, LayerCache, Pages, WorkList, plan_attention, reference
 from minillm.kernels.attention import decode as decode_attention
 from minillm.kernels.attention import int8_decode as attention_lanes
@@ -35,6 +34,7 @@ from minillm.kernels.attention import shared as prefix_kernels
 from minillm.kernels.attention.int8_prefill import stage
 from minillm.kernels.attention.plan import FREE
 from minillm.kernels.streams import graph_microseconds
+from minillm.storage import kv_row_bytes
 
 BEGIN = time.time()
 HEADS: tuple[Heads, ...] = ((32, 8, 128), (32, 8, 64), (32, 32, 128))

@@ -149,7 +149,7 @@ def test_a_plan_serves_every_layer_of_its_step(
     for _ in range(3):
         pool = pool_on_cpu(lengths, 3, 32, torch.float32, SIZE, "shuffled", in_8_bits)._replace(window=window)
         plan = plan or _plan([0] * len(lengths), pool, heads)
-        assert isinstance(plan.decodes, cpu.Together) == together
+        assert isinstance(plan.decodes, cpu.PaddedDecodes) == together
         q = torch.randn(len(lengths), heads, 32)
         expected = reference.paged_attention(q.double(), in_float64(pool), 0.3)
         assert relative_error(kernels.paged_attention(q, without_hidden(pool), 0.3, plan), expected) < 1e-5

@@ -4,7 +4,7 @@ from typing import Literal
 
 # Quantizations by their usual names: the formats of most matrices, and of the matrices that get more bits. "4" and "8"
 # are bits in groups of 32 weights; with k, the formats are llama.cpp's K-quants; fp8 has a scale for each row.
-FORMS = {
+QUANTIZATIONS = {
     "q4_0": ("4", "4"), "q8_0": ("8", "8"), "q6_k": ("6k", "6k"), "q4_k_m": ("4k", "6k"), "q5_k_m": ("5k", "6k"),
     "fp8": ("fp8", "fp8"),  # of the layers only
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Choose how many draft tokens to propose: the number that saves most time. If none saves time, pause for some steps.
 
-The unit of time is the time of a step without draft tokens. A sequence's pace is its current choice, which adapts after
-each step.
+The unit of time is the time of a step without draft tokens. A sequence's `DraftLength` is its current choice, which
+adapts after each step.
 """
 
 import sys
@@ -13,11 +13,11 @@ _LARGEST_CREDIT = 2.0  # steps
 _LONGEST_PAUSE = 64  # steps
 _DRAFT_PAUSES = 4, 256  # shortest and longest, in steps; after a pause the draft model computes the missed tokens
 _WORTH = 1.1  # minimum speedup to start drafting
-_KEPT = 0.95  # decay of the counts of accepted and tried tokens per step
+_KEPT = 0.95  # decay of the counts of accepted and checked tokens per step
 
 
 @dataclass(frozen=True)
-class Price:
+class DraftCosts:
     """The costs of draft tokens, as fractions of the time of a step without draft tokens.
 
     Attributes:
@@ -40,7 +40,7 @@ class Price:
     most: int = 8
 
 
-class Pace(Protocol):
+class DraftLength(Protocol):
     """Decides how many draft tokens to propose for one sequence, and adapts after each step."""
 
     left: int  # remaining steps of the present pause
@@ -52,22 +52,22 @@ class Pace(Protocol):
     def is_due(self) -> bool:
         """Return whether this step may have draft tokens. During a pause, count down. Call this once per step."""
 
-    def judge(self, num_drafted: int, num_accepted: int) -> None:
+    def update(self, num_drafted: int, num_accepted: int) -> None:
         """Adapt to the result of a step. ``num_drafted`` is 0 if the step waited for a lookup that found nothing."""
 
 
 @dataclass(slots=True)
-class LookupPace:
-    """The `Pace` for n-gram lookup: propose about as many draft tokens as were accepted recently."""
+class LookupDraftLength:
+    """The `DraftLength` for n-gram lookup: propose about as many draft tokens as were accepted recently."""
 
-    price: Price
-    count: int = 0  # starts with the price's fewest
+    costs: DraftCosts
+    count: int = 0  # starts with `costs.fewest`
     credit: float = 0.0  # steps saved recently; below 0 a pause begins
     pause: int = 0  # steps of the last pause, halved by every step that saved time
     left: int = 0
 
     def __post_init__(self) -> None:
-        self.count = self.count or self.price.fewest
+        self.count = self.count or self.costs.fewest
 
     def is_due(self) -> bool:
         if self.left:
@@ -77,11 +77,11 @@ class LookupPace:
 
     def resumes(self, num_tries: int) -> bool:
         """Return whether to try a source again after a text has diverged from it and ``num_tries`` tries failed."""
-        return self.credit > 0 and num_tries < self.price.resumptions
+        return self.credit > 0 and num_tries < self.costs.resumptions
 
-    def judge(self, num_drafted: int, num_accepted: int) -> None:
-        price = self.price
-        saved = num_accepted - price.step - price.each * num_drafted if num_drafted else -price.wait
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        costs = self.costs
+        saved = num_accepted - costs.step - costs.each * num_drafted if num_drafted else -costs.wait
         self.credit = min(_LARGEST_CREDIT, self.credit + saved)
         if saved > 0:
             self.pause //= 2
@@ -89,23 +89,24 @@ class LookupPace:
             self.credit = 0.0
             self.left = self.pause = min(_LONGEST_PAUSE, max(2, 2 * self.pause))
         if num_accepted < num_drafted:
-            self.count = max(price.fewest, num_accepted + 1)
+            self.count = max(costs.fewest, num_accepted + 1)
         elif num_drafted:
-            self.count = min(price.most, 2 * self.count + 1)
+            self.count = min(costs.most, 2 * self.count + 1)
 
 
 @dataclass(slots=True)
-class DraftPace:
-    """The `Pace` for a draft model: propose the number of tokens that saves most time at the recent acceptance rate.
+class ModelDraftLength:
+    """The `DraftLength` for a draft model: propose the number of tokens that saves most time.
 
-    The rate counts a draft token only if all draft tokens before it were accepted. If no number of tokens saves time,
-    pauses grow, and after the longest pause drafting stops. If even an acceptance rate of 0.9 would hardly save time,
-    drafting never starts, because the draft model would first have to compute the prompt.
+    This number follows from the costs and the recent acceptance rate. The rate counts a draft token only if all draft
+    tokens before it were accepted. If no number of tokens saves time, pauses grow, and after the longest pause drafting
+    stops. If even an acceptance rate of 0.9 would hardly save time, drafting never starts, because the draft model
+    would first have to compute the prompt.
     """
 
-    price: Price
-    right: float = 3.0  # accepted draft tokens, with decay; the initial rate is three of four
-    tried: float = 4.0  # draft tokens after accepted ones, with decay
+    costs: DraftCosts
+    accepted: float = 3.0  # accepted draft tokens, with decay; the initial rate is three of four
+    checked: float = 4.0  # draft tokens after accepted ones, with decay
     pause: int = 0  # steps of the last pause; 0 again once draft tokens save time
     left: int = 0
 
@@ -123,9 +124,9 @@ class DraftPace:
             return False
         return True
 
-    def judge(self, num_drafted: int, num_accepted: int) -> None:
-        self.right = _KEPT * self.right + num_accepted
-        self.tried = _KEPT * self.tried + min(num_accepted + 1, num_drafted)
+    def update(self, num_drafted: int, num_accepted: int) -> None:
+        self.accepted = _KEPT * self.accepted + num_accepted
+        self.checked = _KEPT * self.checked + min(num_accepted + 1, num_drafted)
         if self._speed(self.count) > 1:
             self.pause = 0 if num_accepted else self.pause
         else:
@@ -135,6 +136,6 @@ class DraftPace:
 
     def _speed(self, count: int, rate: float | None = None) -> float:
         """Return the speedup of ``count`` draft tokens per step at an acceptance rate (by default, the recent rate)."""
-        rate = self.right / self.tried if rate is None else rate
+        rate = self.accepted / self.checked if rate is None else rate
         tokens = sum(rate**number for number in range(count + 1))
-        return tokens / (1 + self.price.step + (self.price.each + self.price.draft) * count)
+        return tokens / (1 + self.costs.step + (self.costs.each + self.costs.draft) * count)

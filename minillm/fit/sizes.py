@@ -30,7 +30,7 @@ READING_SPEED = 10.0  # tokens per second
 
 
 @dataclass(frozen=True)
-class Sized:
+class SizedModel:
     """A model and the sizes of its tensors. The sizes are read from its files, or estimated from its shape.
 
     ``size`` is the size of the model's files in bytes. ``downloaded``: the files are on this machine.
@@ -102,13 +102,13 @@ def shape_of(config: ModelConfig) -> Shape:
     )
 
 
-def sized(name: str, path: Path, downloaded: bool = False) -> Sized:
+def sized(name: str, path: Path, downloaded: bool = False) -> SizedModel:
     """Read the model in a directory or a ``.gguf`` file. Raises WeightsError if its headers are damaged or missing."""
     stored = read_stored(path)
-    return Sized(name, stored.tensors, _shape(stored), stored.num_bytes, downloaded)
+    return SizedModel(name, stored.tensors, _shape(stored), stored.num_bytes, downloaded)
 
 
-def sized_entry(entry: ModelEntry) -> Sized | None:
+def sized_entry(entry: ModelEntry) -> SizedModel | None:
     """Return a model of weights.toml with the sizes of its tensors.
 
     The sizes are read from the model's files if these are on this machine. Otherwise they are estimated from the shape
@@ -124,15 +124,15 @@ def sized_entry(entry: ModelEntry) -> Sized | None:
             pass
     if entry.shape is None or not entry.size:
         return None
-    return Sized(entry.name, expected_tensors(entry.shape, entry.size), entry.shape, entry.size, path is not None)
+    return SizedModel(entry.name, expected_tensors(entry.shape, entry.size), entry.shape, entry.size, path is not None)
 
 
-def sized_forms(entry: ModelEntry) -> list[Sized]:
+def sized_versions(entry: ModelEntry) -> list[SizedModel]:
     """Return all quantizations of a model of weights.toml that have a known size."""
     return [found for form in entry.all_forms() if (found := sized_entry(form)) is not None]
 
 
-def quantized(model: Sized) -> list[Sized]:
+def quantized(model: SizedModel) -> list[SizedModel]:
     """Return copies of the model: one for each quantization that ``--quantize`` can apply during loading.
 
     The list is empty if the model has no matrices of 16 or 32 bits.
@@ -141,7 +141,7 @@ def quantized(model: Sized) -> list[Sized]:
     return [replace(model, quantize=kind) for kind in QUANTIZED] if plain else []
 
 
-def in_low_bits(model: Sized, budget: Budget) -> list[Sized]:
+def in_low_bits(model: SizedModel, budget: Budget) -> list[SizedModel]:
     """Return a copy of the model with an option ``--weights`` that saves memory on a CPU, as a list with one element.
 
     The option is "stored" (low-bit weights stay as stored) if this saves memory, otherwise "int8" (all weights in 8
@@ -154,7 +154,9 @@ def in_low_bits(model: Sized, budget: Budget) -> list[Sized]:
     return [way for way in ways if way.weights(budget).memory < before][:1]
 
 
-def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = None) -> list[tuple[Sized, Fit]]:
+def ranked(
+    models: Iterable[SizedModel], budget: Budget, bandwidth: float | None = None
+) -> list[tuple[SizedModel, Fit]]:
     """Return the models that fit, best first.
 
     The order has three groups:
@@ -166,14 +168,14 @@ def ranked(models: Iterable[Sized], budget: Budget, bandwidth: float | None = No
     """
     found = [(model, fit) for model in models if (fit := model.fit(budget)).fits]
 
-    def goodness(each: tuple[Sized, Fit]) -> tuple[int, float, int]:
+    def rank_key(each: tuple[SizedModel, Fit]) -> tuple[int, float, int]:
         model, fit = each
         speed = READING_SPEED if bandwidth is None else budget.tokens_per_second(fit, model.shape, bandwidth)
         if not fit.fits_conversation:
             return 0, fit.context, 0
         return (2, model.size, fit.weights.memory) if speed >= READING_SPEED else (1, speed, 0)
 
-    return sorted(found, key=goodness, reverse=True)
+    return sorted(found, key=rank_key, reverse=True)
 
 
 def _shape(stored: StoredModel) -> Shape:

@@ -24,7 +24,7 @@ Prompts = Prompt | Iterable[Prompt]
 SomeParams = Params | Sequence[Params] | None
 
 
-class Host(Protocol):
+class LLMInterface(Protocol):
     """The part of the LLM class that the functions of this module use."""
 
     name: str
@@ -54,12 +54,12 @@ class PinnedPrefix:
     sequence: TokenSequence = field(repr=False)
 
 
-def beam_search(llm: Host, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
+def beam_search(llm: LLMInterface, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
     """Run `generate` with beam search. Each output has the prompt's best beams as completions, best first."""
     return llm.generate(prompts, params or BeamSearchParams())
 
 
-def describe(llm: Host) -> str:
+def describe(llm: LLMInterface) -> str:
     """Return a line with the model's name, source, size and device, and the size of its pool."""
     engine = llm._driver.engine
     model, cache = engine.runner.model, engine.cache
@@ -70,7 +70,7 @@ def describe(llm: Host) -> str:
 
 
 def chat(
-    llm: Host,
+    llm: LLMInterface,
     messages: Sequence[Message] | Sequence[Sequence[Message]],
     params: SomeParams = None,
     *,
@@ -99,12 +99,12 @@ def chat(
     return llm.generate(prompts, params or sampling_params, use_tqdm=use_tqdm)
 
 
-def astream(llm: Host, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
+def astream(llm: LLMInterface, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
     """Run `stream` for asyncio. Several streams run in one batch. Leaving a stream early aborts its request."""
     return in_threads(llm.stream(prompt, params))
 
 
-def get_tokenizer(llm: Host) -> Tokenizer:
+def get_tokenizer(llm: LLMInterface) -> Tokenizer:
     """Return the tokenizer. (vLLM has a function of this name.)"""
     return llm.tokenizer
 
@@ -112,19 +112,19 @@ def get_tokenizer(llm: Host) -> Tokenizer:
 # --- the cache --------------------------------------------------------------------------------------------------------
 
 
-def cache_stats(llm: Host) -> CacheStats:
+def cache_stats(llm: LLMInterface) -> CacheStats:
     """Return the pool's present memory use, and totals since the start."""
     with llm._driver.locked() as engine:
         return engine.figures.cache_stats()
 
 
-def reset_prefix_cache(llm: Host) -> None:
+def reset_prefix_cache(llm: LLMInterface) -> None:
     """Remove every cached prefix. Running requests are not affected."""
     with llm._driver.locked() as engine:
         engine.cache.reset_prefix_cache()
 
 
-def explain_miss(llm: Host, prompt: Prompt, *, salt: str | None = None) -> PrefixReport:
+def explain_miss(llm: LLMInterface, prompt: Prompt, *, salt: str | None = None) -> PrefixReport:
     """Return how many tokens of a prompt are cached, and where the prompt differs from the best matching prefix."""
     token_ids = llm._driver.token_ids(prompt)
     with llm._driver.locked() as engine:
@@ -135,7 +135,7 @@ def explain_miss(llm: Host, prompt: Prompt, *, salt: str | None = None) -> Prefi
     return replace(report, texts=texts)
 
 
-def pin(llm: Host, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
+def pin(llm: LLMInterface, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
     """Compute a prefix, such as a system prompt, and never evict its blocks until it is unpinned.
 
     Raises CapacityError if more than half of the pool would be pinned, or a running or waiting request would not fit.
@@ -147,7 +147,7 @@ def pin(llm: Host, prompt: Prompt, *, salt: str | None = None) -> PinnedPrefix:
     return PinnedPrefix(sequence.token_ids[:-1], sequence)
 
 
-def unpin(llm: Host, prefix: PinnedPrefix) -> None:
+def unpin(llm: LLMInterface, prefix: PinnedPrefix) -> None:
     """Unpin a prefix. It stays in the prefix cache until its blocks are needed. Unpinning it again does nothing."""
     idle_sequences.unpin(llm._driver, prefix.sequence)
 
@@ -155,7 +155,7 @@ def unpin(llm: Host, prefix: PinnedPrefix) -> None:
 # --- branches ---------------------------------------------------------------------------------------------------------
 
 
-def branch(llm: Host, prompt: Prompt) -> Branch:
+def branch(llm: LLMInterface, prompt: Prompt) -> Branch:
     """Return a branch that begins with ``prompt``; see `minillm.branch.Branch`."""
     token_ids = llm._driver.token_ids(prompt)
     llm._driver.engine.requests.check_prompt(token_ids)
@@ -163,7 +163,7 @@ def branch(llm: Host, prompt: Prompt) -> Branch:
 
 
 def sample(
-    llm: Host, branches_: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
+    llm: LLMInterface, branches_: Sequence[Branch], params: SamplingParams | Sequence[SamplingParams] | None = None
 ) -> list[CompletionOutput]:
     """Continue several branches in one batch. Return the completions.
 
@@ -175,7 +175,7 @@ def sample(
     return branches.sample(llm._driver, branches_, each)
 
 
-def next_logprobs(llm: Host, branches_: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:
+def next_logprobs(llm: LLMInterface, branches_: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:
     """Return the ``count`` most probable next tokens of each branch, computed in one batch. Append nothing.
 
     The list of a branch has (token id, log-probability) pairs, best first.
