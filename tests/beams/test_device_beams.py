@@ -73,10 +73,11 @@ class Witness:
             self.num_ahead += beam.num_pending
 
 
-@pytest.mark.parametrize("eos", [[EOS], [EOS, 11, 40], []], ids=["one eos", "three eos", "no eos"])
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize(
+    ("block_size", "eos"), [(1, [EOS, 11, 40]), (4, [EOS]), (4, []), (16, [EOS, 11, 40])], ids=repr
+)
 def test_the_same_beams_and_scores_as_transformers(
-    models: tuple[Any, Any], eos: list[int], block_size: int, monkeypatch: pytest.MonkeyPatch
+    models: tuple[Any, Any], block_size: int, eos: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run all cases in one batch, with samples, and with searches that the CPU decides, such as with penalties."""
     theirs, model = models
