@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import queue
@@ -389,6 +390,7 @@ def test_ranks_score_prompts_as_one_rank_does(kind: str, size: int, monkeypatch:
                 assert ours_.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+@functools.cache
 def uneven_heads(in_8_bits: bool) -> tuple[Any, list[Any], Any]:
     """Return a model with 3 KV heads, requests, and the tokens that the unsharded model gives."""
     model = hf_model(**MODELS["3 KV heads, uneven"])
