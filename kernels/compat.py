@@ -73,17 +73,11 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Let the next kernel start, then wait until the results of all earlier kernels are visible."""
-    release(PDL)
-    wait(PDL)
+    """Wait until the results of all earlier kernels are visible, then let the next kernel start.
 
-
-@triton.jit
-def wait_then_release(PDL: tl.constexpr):
-    """Wait for all earlier kernels, then let the next kernel start: the reverse order of `wait_for_inputs`.
-
-    So the next kernel can read the results of the earlier kernels, and overwrite their inputs, even before it waits for
-    this kernel.
+    So at most two kernels run at a time, and the next kernel can read the results of the earlier kernels, and overwrite
+    their inputs, even before it waits for this kernel. In the reverse order, the GPU starts a row of small kernels long
+    before their inputs exist, and all steps take longer.
     """
     wait(PDL)
     release(PDL)
@@ -94,12 +88,9 @@ def begin_part(PART: tl.constexpr, PDL: tl.constexpr):
     """Begin the kernel of part PART (from 1) of a result that several kernels compute, one part each.
 
     All parts have the same inputs. The kernel of part 1 waits for these inputs, and only then lets the kernel of part 2
-    start. So the kernels of later parts need not wait. PART is 0 if one kernel computes the whole result: it waits as
-    in `wait_for_inputs`.
+    start. So the kernels of later parts need not wait. PART is 0 if one kernel computes the whole result.
     """
-    if PART == 1:
-        wait_then_release(PDL)
-    elif PART > 1:
+    if PART > 1:
         release(PDL)
     else:
         wait_for_inputs(PDL)

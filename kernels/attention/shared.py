@@ -43,7 +43,6 @@ from minillm.kernels.compat import (
     release,
     wait,
     wait_for_inputs,
-    wait_then_release,
 )
 from minillm.kernels.launch import launched
 
@@ -142,7 +141,7 @@ def _chunk_first_kernel(
         program = program // num_processors * num_pairs + pair
         num_programs = 2 * num_pairs
     item = _load_item(items_ptr, order_ptr, starts_ptr, program // num_kv_heads, GROUP, ROWS)
-    wait_then_release(PDL)
+    wait_for_inputs(PDL)
     if ALONE:
         _take_most_shared_memory(partial_ptr, num_tasks)
     for task in tl.range(program, num_tasks, num_programs):
