@@ -141,10 +141,13 @@ async def test_the_default_model_answers(engine_command: Command, tmp_path: Path
         assert follow.answer.num_cached_tokens > 0.5 * follow.answer.num_prompt_tokens
 
 
-@pytest.mark.weights
-def test_the_demo_shows_all_eight_steps() -> None:
-    """Run it as users do. On a CPU, draft tokens once prevented its last step."""
-    command = (sys.executable, "-m", "minillm", "demo", "--speed", "10")
+@pytest.mark.parametrize(
+    "model", ["tiny", pytest.param("default", marks=[pytest.mark.soak, pytest.mark.weights])]
+)  # with the default model it computes for half a minute
+def test_the_demo_shows_all_eight_steps(model: str, tiny_model: Path) -> None:
+    """Run it as users do."""
+    options = ("--model", str(tiny_model), "--speed", "100") if model == "tiny" else ("--speed", "10")
+    command = (sys.executable, "-m", "minillm", "demo", *options)
     with session(command, size=(160, 50), environment={"COLORFGBG": "15;0"}) as running:
         running.wait_for("The tour is over", 400)
         shown = running.output.decode()
