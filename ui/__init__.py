@@ -7,6 +7,7 @@ memory/                 the block pool as data, and its six views
 bars.py, dialogs.py     the lines at the top and the bottom; the dialogs above the chat
 settings.py             the settings that the user can change
 textual_internals.py    all uses of Textual's private names
+textual_styles.py       faster styling of widgets
 terminal.py             setting up the terminal before the app starts, and restoring it however the app ends
 plain.py                the chat line by line, without Textual
 """
