@@ -17,7 +17,7 @@ from rich.cells import cell_len
 
 import minillm.ui.textual_internals  # noqa: F401  it sets the widths of characters
 from lib.programs.fake_engine import HOSTILE
-from lib.terminal import CHAT, PROGRAMS, ROOT, Session, session
+from lib.terminal import CHAT, PROGRAMS, Session, session
 from minillm.ui.chat.sessions import SessionStore
 
 # The app itself may send only these: cursor, color and mode sequences of a fixed form.
@@ -313,20 +313,9 @@ def test_any_size_and_a_storm_of_sizes() -> None:
         assert running.modes_left_on() == []
 
 
-def minillm_chat(**environment: str) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-m", "minillm", "chat"],
-        input=b"hello\n",
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        timeout=300,
-        check=False,
-    )
-
-
 @pytest.mark.weights
-def test_without_a_terminal_the_chat_is_line_by_line() -> None:
-    result = minillm_chat()
+def test_without_a_terminal_the_chat_is_line_by_line(minillm_command: tuple[str, ...]) -> None:
+    result = subprocess.run([*minillm_command, "chat"], input=b"hello\n", capture_output=True, timeout=300, check=False)
     assert result.returncode == 0
     assert result.stdout.strip()
     assert b"\x1b" not in result.stdout + result.stderr
