@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import queue
+import socket
 import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -226,6 +227,7 @@ class RayEngines(Engines):
 def connect(address: str) -> None:
     """Connect to a cluster, or start one if ``address`` is "local". Raises UsageError if that fails."""
     local = address == "local"
+    _check(address)
     for name in (*_OFF, *_SLOW) if local else ():
         os.environ.setdefault(f"RAY_{name}", "0" if name in _OFF else "5000")
     for tries_left in (3, 2, 1, 0):
@@ -239,6 +241,16 @@ def connect(address: str) -> None:
                 what = "start a cluster" if local else "reach the cluster"
                 raise UsageError(f"--ray {address}: cannot {what}: {_first_line(error)}") from None
             ray.shutdown()  # Ray gives its processes 30 s, which is too little for a busy machine
+
+
+def _check(address: str) -> None:
+    """Raise UsageError if nothing listens at ``address``. (Ray would report that after three minutes.)"""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except (OSError, OverflowError) as error:
+            raise UsageError(f"--ray {address}: cannot reach the cluster: {error}") from None
 
 
 def _needs(engine: Mapping[str, Any], count: int) -> dict[str, float]:

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -205,6 +206,20 @@ def test_without_ray_one_line_says_how_to_install_it(
     monkeypatch.delitem(sys.modules, "minillm.ray", raising=False)
     assert main([*command(Path("none"), requests_file(tmp_path, 4, 2), tmp_path / "out"), "--ray", "auto"]) == 2
     assert "Ray is not installed: pip install" in capsys.readouterr().err
+
+
+def test_a_cluster_that_cannot_be_reached_is_reported_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("Ray tries for three minutes"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+        job = [*command(Path("none"), requests_file(tmp_path, 4, 2), tmp_path / "out"), "--ray", address]
+        assert main(job) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert f"--ray {address}: cannot reach the cluster: " in line
+        assert "Connection refused" in line
 
 
 @pytest.mark.parametrize(
