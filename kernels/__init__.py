@@ -375,7 +375,7 @@ def mlp(
     Add the result to ``residual`` in place. Without a residual, return the result as a new tensor.
     """
     scale, norm = gate_up.gated_scale, None if norm_weight is None else (norm_weight, eps)
-    if scale is not None and _is_handed_over(x, gate_up, down):
+    if scale is not None and _writes_next_input(x, gate_up, down):
         out = x.new_empty(x.shape[0], down.out_features) if residual is None else residual
         activations = low_bit_linear.gated_to_float16(x, gate_up.parts[0], gate_up.bias, norm, scale, gate_up.gate)
         return low_bit_linear.linear_of_float16(activations, down.parts, down.bias, out, add=residual is not None)
@@ -386,9 +386,9 @@ def mlp(
     return linear(gated, down) if residual is None else linear_add(gated, down, residual)
 
 
-def _is_handed_over(x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> bool:
+def _writes_next_input(x: Tensor, gate_up: LinearWeight, down: LinearWeight) -> bool:
     by_parts = _is_by_parts(x, gate_up) and _is_by_parts(x, down)
-    return by_parts and low_bit_linear.hands_over(x, gate_up.parts, down.parts)
+    return by_parts and low_bit_linear.writes_next_input(x, gate_up.parts, down.parts)
 
 
 class Ops(NamedTuple):

@@ -77,7 +77,7 @@ class Variant:
         return _is_cached(self.key)
 
     def compile(self) -> None:
-        """Compile the variant into Triton's cache. This needs no GPU: without a GPU, call `pretend` first.
+        """Compile the variant into Triton's cache. This needs no GPU: without a GPU, call `set_target` first.
 
         If possible, also build the C function with which Python launches the variant. Triton 3.6 runs a C compiler for
         that, which takes 0.3 s for each signature; later versions need none.
@@ -288,6 +288,6 @@ class _Absent:
         return 0
 
 
-def pretend(target: GPUTarget) -> None:
+def set_target(target: GPUTarget) -> None:
     """Let Triton compile for a GPU that this machine, or this process, does not have."""
     driver.set_active(_Absent(target))

@@ -23,7 +23,7 @@ from minillm.outputs import (
 )
 from minillm.params import Params
 from minillm.prompt_scores import PromptScores
-from minillm.text.reasoning_budget import Thought
+from minillm.text.reasoning_budget import ReasoningPosition
 from minillm.text.stop import OutputText
 
 
@@ -41,7 +41,7 @@ class Sequence:
     table: BlockTable | None = None  # None while it holds no block
     text: OutputText | None = None  # the output's text; None without a tokenizer, or if it is only made at the end
     matcher: Matcher | None = None  # the sequence's state in the request's grammar, if there is one
-    thought: Thought | None = None  # the position in the reasoning, if the request limits the reasoning
+    reasoning_position: ReasoningPosition | None = None  # None without a limit on the reasoning
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
@@ -63,7 +63,7 @@ class Sequence:
 
     def reasons_with(self, token_id: int) -> bool:
         """Return whether ``token_id``, as the sequence's next token, belongs to its reasoning, not to its answer."""
-        return self.thought is not None and self.thought.covers(self.token_ids, token_id)
+        return self.reasoning_position is not None and self.reasoning_position.covers(self.token_ids, token_id)
 
     @property
     def own_table(self) -> BlockTable:

@@ -398,9 +398,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          GUESSES + "test_a_text_may_go_on_with_what_it_has_parted_from"),
     ],
     "minillm/text/reasoning_budget.py": [
-        ("thought-of-one-token-more", "Thought._push", "Compare 4", "$left > $comparators[0]", LIMIT + "[plain]"),
-        ("thought-that-never-ends-itself", "Thought._push", "Compare 3", "False", LIMIT + "[plain]"),
-        ("thought-with-drafts-beyond-its-limit", "Thought.num_free", "BinOp 1", "$ + 2",
+        ("thought-of-one-token-more", "ReasoningPosition._push", "Compare 4", "$left > $comparators[0]",
+         LIMIT + "[plain]"),
+        ("thought-that-never-ends-itself", "ReasoningPosition._push", "Compare 3", "False", LIMIT + "[plain]"),
+        ("thought-with-drafts-beyond-its-limit", "ReasoningPosition.num_free", "BinOp 1", "$ + 2",
          REASONING + "test_accepted_drafts_stop_at_the_limit"),
     ],
     "minillm/engine/samples.py": [

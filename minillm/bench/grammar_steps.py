@@ -53,7 +53,7 @@ _SCHEMA = {
 _WARM_UP, _STEPS = 60, 150  # in the first steps, the grammars' lexers build their states
 
 
-class _Drawn:
+class _RandomSampler:
     """Simulate sampling on a GPU: pick a random token for each sequence, among the tokens that its mask allows.
 
     The time for picking tokens is not measured.
@@ -89,12 +89,12 @@ class _Device:
             self._rows.work_for(schedule.decodes, joins=bool(schedule.prefills))
         return None, sampled
 
-    def draw(self, logits: None, draws: list[Chunk]) -> _Drawn:
+    def draw(self, logits: None, draws: list[Chunk]) -> _RandomSampler:
         masks = masks_of([(draw.group, draw.sequence) for draw in draws], self._vocab, torch.device("cpu"))
         self._rows.rows_for(draws, self._decodes)
         self._rows.take_changes()
         self._rows.note_drawn(draws)
-        return _Drawn(masks, self._rng)
+        return _RandomSampler(masks, self._rng)
 
     def move(self, schedule: Schedule) -> None:
         """Do nothing: no blocks have to be moved."""
@@ -111,7 +111,7 @@ _METHODS: tuple[tuple[type, str, str], ...] = (
     (Vocabulary, "fill", "masks: the library"),
     (_Device, "run", "launching forward passes"),
     (_Device, "draw", "launching draws"),
-    (_Drawn, "wait", _WAIT),
+    (_RandomSampler, "wait", _WAIT),
 )
 
 

@@ -18,7 +18,7 @@ from minillm.prompt_scores import PromptScores
 from minillm.runner.masks import bits_of
 from minillm.sequence import Method, Sequence, SequenceGroup, Stage
 from minillm.text.reasoning import PROMPT_END
-from minillm.text.reasoning_budget import ReasoningTags, Thought, reasoning
+from minillm.text.reasoning_budget import ReasoningPosition, ReasoningTags, reasoning
 from minillm.text.tokenizer import Tokenizer
 
 
@@ -89,13 +89,15 @@ class Requests:
         bad_words = bad_word_ids(params, self.tokenizer)
         check_ids(params, bad_words, self.vocab_size)
         allowed, matcher = params.allowed_token_ids, self.grammars.matcher(params)
-        thought = self._thought(params, token_ids)
+        position = self._reasoning_position(params, token_ids)
+        sequence = Sequence(self.new_seq_id(), list(token_ids), len(token_ids), matcher=matcher)
+        sequence.reasoning_position = position
         group = SequenceGroup(
             request_id=request_id,
             params=params,
             method=method,
             max_tokens=min(params.max_tokens, self.max_model_len - len(token_ids)),
-            sequences=[Sequence(self.new_seq_id(), list(token_ids), len(token_ids), matcher=matcher, thought=thought)],
+            sequences=[sequence],
             metrics=RequestMetrics(arrival_time=time.monotonic()),
             stage=Stage.SPLIT if params.num_sequences == 1 else Stage.PROMPT,
             prompt=request.prompt,
@@ -126,7 +128,7 @@ class Requests:
         """The tags around the model's reasoning, such as ``<think>``; None if the model has none."""
         return None if self.tokenizer is None else ReasoningTags.of(self.tokenizer)
 
-    def _thought(self, params: Params, token_ids: SequenceOf[int]) -> Thought | None:
+    def _reasoning_position(self, params: Params, token_ids: SequenceOf[int]) -> ReasoningPosition | None:
         """Return the state of the reasoning limit at the end of a prompt, or None if the request has no limit.
 
         Raises UsageError if the model has no reasoning tags.
@@ -136,7 +138,9 @@ class Requests:
         if (tags := self.reasoning_tags) is None:
             raise UsageError("max_reasoning_tokens: this model has no <think> and </think> tags; leave it out")
         is_open = tags.is_open(token_ids, self.eos_token_ids)
-        return Thought(tags, limit, is_open=is_open, first=len(token_ids), has_grammar=params.grammar is not None)
+        return ReasoningPosition(
+            tags, limit, is_open=is_open, first=len(token_ids), has_grammar=params.grammar is not None
+        )
 
     def salt_for(self, num_prompt_tokens: int, salt: str | None) -> str | None:
         """Return the salt for a prompt's blocks. If a prompt's length changes its K, the salt includes the length."""
@@ -155,7 +159,7 @@ class Requests:
         child = Sequence(self.new_seq_id(), parent.token_ids[:num_tokens], parent.num_prompt_tokens)
         child.num_computed = min(num_tokens, parent.num_computed)
         child.table = self.scheduler.cache.fork(parent.own_table, child.seq_id, child.num_computed)
-        child.thought = None if parent.thought is None else parent.thought.copy()
+        child.reasoning_position = None if parent.reasoning_position is None else parent.reasoning_position.copy()
         return child
 
     def fork_prompt(self, group: SequenceGroup, leader: Sequence) -> None:

@@ -65,7 +65,7 @@ class Samples:
             other.seed = mixed - (1 << 64) if mixed >> 63 else mixed
             other.text = None if leader.text is None else leader.text.copy()
             other.matcher = None if leader.matcher is None else self.requests.grammars.matcher(group.params)
-            other.thought = None if leader.thought is None else leader.thought.copy()
+            other.reasoning_position = None if leader.reasoning_position is None else leader.reasoning_position.copy()
             group.sequences.append(other)
         self.requests.fork_prompt(group, leader)
 
@@ -134,14 +134,14 @@ class Samples:
     def _fork_reasoning(self, group: SequenceGroup, sequence: Sequence) -> None:
         """If the reasoning has reached the next of the requested depths, fork a sequence that stops reasoning here."""
         assert isinstance(group.params, SamplingParams)
-        depths, number, thought = group.params.reasoning_depths, len(group.sequences), sequence.thought
-        if number > len(depths) or thought is None or thought.depth(sequence.token_ids) != depths[number - 1]:
+        depths, number, position = group.params.reasoning_depths, len(group.sequences), sequence.reasoning_position
+        if number > len(depths) or position is None or position.depth(sequence.token_ids) != depths[number - 1]:
             return
         requests = self.requests
         if sequence.seq_id in requests.scheduler.preemption.swap.saved:  # forks of saved sequences are not kept
             requests.scheduler.preemption.start_over(group)
         child = Sequence(requests.new_seq_id(), list(sequence.token_ids), sequence.num_prompt_tokens, number - 1)
-        child.seed, child.thought = sequence.seed, thought.copy(depths[number - 1])
+        child.seed, child.reasoning_position = sequence.seed, position.copy(depths[number - 1])
         child.text = None if sequence.text is None else sequence.text.copy()
         child.matcher = None if sequence.matcher is None else sequence.matcher.copy()
         child.logprobs, child.cumulative_logprob = sequence.logprobs.copy(), sequence.cumulative_logprob

@@ -21,7 +21,7 @@ _FLOATS, _16_BIT_KINDS = ("F64", "F32", "F16", "BF16"), ("F16", "BF16")
 _LEAST_BLOCKED = 1 << 18  # minimum number of weights of a float32 matrix that `kernels.cpu.linear` packs
 # FBGEMM pads a matrix to multiples of (rows, columns). The third constant is the bytes of a row's scales and sums.
 _16_BIT_BLOCK, _BLOCK_OF_LEVELS, _LEVEL_BYTES_OF_A_ROW = (16, 512), (32, 256), 32
-_FIRST_ROWS = 64  # rows of the first matmul, in `minillm.model.settle`
+_FIRST_ROWS = 64  # rows of the first matmul, in `minillm.model.calibration`
 _TYPICAL = ("Q4_K", "Q6_K", "Q8_0")  # the types assumed if only a model's size is known
 PACKED = "model.layers.packed"  # all matrices of a low-bit model if only its size is known
 _PACKED_BITS = 4.5  # per weight

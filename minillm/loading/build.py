@@ -21,10 +21,10 @@ from minillm.loading.fits import check_fits
 from minillm.loading.kernel_cache import use_kernel_cache
 from minillm.loading.pool_size import activation_bytes, budget_of, free_bytes, size_pool
 from minillm.loading.threads import Clocks, FreeCores, follows_free_cores
+from minillm.model.calibration import bound_results, calibrate_int8
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama
 from minillm.model.rounded_tensors import RoundedTensors
-from minillm.model.settle import bound_results, settle
 from minillm.model.shard import shard_of
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message, ignore_progress, size
@@ -164,7 +164,7 @@ def _load(
         elif device.type == "cuda" and model.dtype.itemsize == 2:
             bound_results(model)
         if packs_itself:
-            settle(model, longest)
+            calibrate_int8(model, longest)
     return model
 
 

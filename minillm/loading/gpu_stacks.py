@@ -21,7 +21,7 @@ _STACK_SIZE = 0  # CU_LIMIT_STACK_SIZE
 _SMALL = 128  # bytes
 
 
-def keep_small(device: torch.device, config: EngineConfig) -> None:
+def lower_stack_limit(device: torch.device, config: EngineConfig) -> None:
     """Lower the stack limit of the GPU that this process will use. Do nothing on a CPU or with several ranks."""
     if device.type == "cuda" and config.tensor_parallel_size == 1 and Torchrun.from_environment() is None:
         # Errors are ignored here, because loading the model will fail with the same error.
@@ -30,7 +30,7 @@ def keep_small(device: torch.device, config: EngineConfig) -> None:
             _set_limit(_SMALL)
 
 
-def give_back(device: torch.device) -> None:
+def free_stacks(device: torch.device) -> None:
     """Free the stack memory that earlier kernels needed. The stack limit does not change.
 
     If a kernel that needs a large stack runs again, the driver allocates the memory again.

@@ -25,7 +25,7 @@ from minillm.kernels.linear.low_bit import one_token as low_bit_matvec
 from minillm.kernels.linear.low_bit import planes as low_bit_tiles
 from minillm.kernels.linear.low_bit import tuning as low_bit_tuning
 from minillm.kernels.linear.low_bit.tuning import OnCount, Place, Product, Tile, Timed, buckets, candidates
-from minillm.loading.gpu_stacks import give_back
+from minillm.loading.gpu_stacks import free_stacks
 from minillm.model.llama import Llama
 from minillm.parallel.collectives import Ranks
 from minillm.progress import OnMessage, OnProgress, Progress, ignore_message
@@ -173,7 +173,7 @@ def choose_tiles(
             tiles.setdefault(str(each.product), {})[each.tokens] = each.tile
         torch.cuda.empty_cache()  # the pool will take all memory that is free
         if model.device.type == "cuda":
-            give_back(model.device)
+            free_stacks(model.device)
     set_tiles(model, tiles)
     if ranks is not None and not ranks.rank:
         ranks.least(0)

@@ -97,8 +97,8 @@ def load_llama(
     Args:
         max_positions: the longest sequence, in tokens.
         weights: "stored" keeps low-bit matrices low-bit, and "expanded" dequantizes them to ``dtype``. On a CPU, "int8"
-            quantizes each matrix to 8 bits on first use (see `minillm.model.settle`). "int4" keeps 4-bit matrices as
-            they are, quantizes other low-bit matrices to 8 bits, and leaves unquantized matrices unquantized.
+            quantizes each matrix to 8 bits on first use (see `minillm.model.calibration`). "int4" keeps 4-bit matrices
+            as they are, quantizes other low-bit matrices to 8 bits, and leaves unquantized matrices unquantized.
         on_progress: called with the number of loaded layers and the number of all layers.
 
     Raises:

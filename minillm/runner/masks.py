@@ -80,8 +80,8 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
             words[number] = 0
             _set(words[number], [only], True)
             continue
-        if matcher is not None and sequence.thought is not None:
-            opening = sequence.thought.may_open(sequence.token_ids)
+        if matcher is not None and sequence.reasoning_position is not None:
+            opening = sequence.reasoning_position.may_open(sequence.token_ids)
             _set(words[number], [] if opening is None else [opening], True)
         if _is_bounded(group, sequence):
             _exclude(words[number], group, sequence)
@@ -96,13 +96,13 @@ def masks_of(sequences: SequenceOf[tuple[SequenceGroup, Sequence]], vocab: int, 
 
 def grammar_now(sequence: Sequence) -> Matcher | None:
     """Return the grammar matcher for a sequence's next token. None without a grammar, or during its reasoning."""
-    thought, matcher = sequence.thought, sequence.matcher
-    return None if matcher is None or (thought is not None and thought.is_inside(sequence.token_ids)) else matcher
+    position, matcher = sequence.reasoning_position, sequence.matcher
+    return None if matcher is None or (position is not None and position.is_inside(sequence.token_ids)) else matcher
 
 
 def _forced(sequence: Sequence) -> int | None:
     """Return the only token that may come next if the reasoning has reached its limit, else None."""
-    return None if sequence.thought is None else sequence.thought.forced(sequence.token_ids)
+    return None if sequence.reasoning_position is None else sequence.reasoning_position.forced(sequence.token_ids)
 
 
 def needs_mask(group: SequenceGroup, sequence: Sequence) -> bool:
@@ -115,8 +115,8 @@ def needs_tokens(group: SequenceGroup, sequence: Sequence) -> bool:
     params = group.params
     if sequence.matcher is not None or params.no_repeat_ngram_size or params.logits_processor is not None:
         return True
-    thought = sequence.thought
-    if thought is not None and thought.num_free(sequence.token_ids) <= sequence.num_pending + 1:
+    position = sequence.reasoning_position
+    if position is not None and position.num_free(sequence.token_ids) <= sequence.num_pending + 1:
         return True
     return any(len(word) > 1 for word in group.bad_words)
 

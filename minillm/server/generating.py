@@ -317,7 +317,7 @@ class GeneratedResponse:
                 is_first, before = not has_started, b""
                 if is_first:
                     has_started, before = True, await self._start(send, engine_seconds)
-                usage = _so_far(answers, counts) if request.counts else None
+                usage = _usage_so_far(answers, counts) if request.counts else None
                 prompt = formatter.prompt(answers) if is_first else {}
                 chunks = encoder.chunks(choices, usage, prompt, has_usage=request.has_usage)
                 await send(body_message(before + chunks, more=True))
@@ -368,7 +368,7 @@ def _raise_refused(answers: Sequence[Answer], names: Mapping[str, str]) -> None:
             raise HTTPError(status, f"{field or name}{colon}{rest}", field=field, code=code)
 
 
-def _so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:
+def _usage_so_far(answers: Sequence[Answer], counts: Sequence[int]) -> Usage:
     """Return the token usage so far: the tokens of prompts that have started, and the generated tokens."""
     began = [answer.began for answer in answers if answer.began is not None]
     return Usage(prompt=sum(each.num_prompt_tokens for each in began), completion=sum(counts))

@@ -155,7 +155,7 @@ def _load(load: Load, send: Send, *, is_app: bool) -> tuple[Engine, str]:
     from minillm.loading.device import choose_device
     from minillm.loading.disk import with_chat_cache
     from minillm.loading.engine import best_form, chat_options, load_engine
-    from minillm.loading.gpu_stacks import keep_small
+    from minillm.loading.gpu_stacks import lower_stack_limit
 
     config = EngineConfig(**(with_chat_cache(chat_options(load.options)) if is_app else load.options))
     callbacks = (lambda done: send(Loading(done)), lambda text: send(Notice(text)))
@@ -163,7 +163,7 @@ def _load(load: Load, send: Send, *, is_app: bool) -> tuple[Engine, str]:
     if is_app and device.type == "cpu":
         known_rate(device)  # the model list uses this rate
     name = best_form(load.model, config, *callbacks)
-    keep_small(device, config)
+    lower_stack_limit(device, config)
     return load_engine(name, config, *callbacks), name
 
 

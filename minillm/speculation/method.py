@@ -130,7 +130,7 @@ class SpeculativeSamples(Samples):
 
 def _num_free(sequence: Sequence) -> int:
     """Return how many tokens a sequence can certainly draw before its reasoning limit may force a token."""
-    return NO_LIMIT if sequence.thought is None else sequence.thought.num_free(sequence.token_ids)
+    return NO_LIMIT if sequence.reasoning_position is None else sequence.reasoning_position.num_free(sequence.token_ids)
 
 
 def _draft_costs(model: Llama) -> DraftCosts:

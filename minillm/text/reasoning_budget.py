@@ -83,7 +83,7 @@ class _Stage(Enum):
     OVER = auto()  # the next token belongs to the answer
 
 
-class Thought:
+class ReasoningPosition:
     """The position of a sequence in its reasoning.
 
     Methods get all tokens of the sequence, including the prompt, as ``token_ids``. They describe the token that comes
@@ -196,12 +196,12 @@ class Thought:
         self._tail = tail
 
 
-def reasoning(tags: ReasoningTags, output: list[int], *, is_open: bool) -> Thought:
-    """Return how much of ``output`` is reasoning, as a `Thought`. ``output`` has all generated tokens of a sequence.
+def reasoning(tags: ReasoningTags, output: list[int], *, is_open: bool) -> ReasoningPosition:
+    """Return how much of ``output`` is reasoning, as a `ReasoningPosition`.
 
-    The caller reads the attributes ``first`` and ``count``. No limit applies, so the text that the limit forced counts
-    as reasoning.
+    ``output`` has all generated tokens of a sequence. The caller reads the attributes ``first`` and ``count``. No limit
+    applies, so the text that the limit forced counts as reasoning.
     """
-    thought = Thought(tags, NO_LIMIT, is_open=is_open, first=0)
-    thought._follow(output)
-    return thought
+    position = ReasoningPosition(tags, NO_LIMIT, is_open=is_open, first=0)
+    position._follow(output)
+    return position

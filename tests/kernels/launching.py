@@ -19,7 +19,7 @@ COMPILER = """
 import sys
 from minillm.kernels import launch
 variants = [launch.Variant.decode(line) for line in sys.stdin]
-launch.pretend(variants[0].target)
+launch.set_target(variants[0].target)
 for variant in variants:
     variant.compile()
 """
@@ -31,7 +31,7 @@ def entries() -> list[str]:
 
 def main() -> None:
     warnings.simplefilter("error")
-    launch.pretend(GPUTarget("cuda", 90, 32))
+    launch.set_target(GPUTarget("cuda", 90, 32))
     x, weight = torch.ones(4, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
 
     def work() -> None:

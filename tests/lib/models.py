@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from minillm.kernels.cpu.linear import FBGEMM
+from minillm.model.calibration import calibrate_int8
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.llama_tensors import LlamaTensors
 from minillm.model.loader import load_llama
 from minillm.model.rounded_tensors import RoundedTensors
-from minillm.model.settle import settle
 from minillm.speculation import method as speculation
 from minillm.storage import Storage
 
@@ -119,7 +119,7 @@ def in_4_bits(storage: Storage = "int8", **changes: Any) -> Llama:
         max_positions=256,
         weights=storage,
     )
-    settle(loaded, 64)
+    calibrate_int8(loaded, 64)
     return loaded
 
 

@@ -40,14 +40,14 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_a_process_of_one_gpu_keeps_small_stacks(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_stacks.keep_small(GPU, EngineConfig(tensor_parallel_size=2))
+    gpu_stacks.lower_stack_limit(GPU, EngineConfig(tensor_parallel_size=2))
     assert driver.limits == [1024], "NCCL's kernels do not say what they need"
-    gpu_stacks.keep_small(GPU, EngineConfig())
+    gpu_stacks.lower_stack_limit(GPU, EngineConfig())
     assert driver.limits == [1024, 128]
 
 
 def test_what_is_given_back_leaves_the_limit(driver: Driver) -> None:
-    gpu_stacks.give_back(GPU)
+    gpu_stacks.free_stacks(GPU)
     assert driver.limits == [1024, 2048, 1024]
 
 
@@ -59,8 +59,8 @@ def test_what_goes_wrong_is_left_to_the_load(driver: Driver, monkeypatch: pytest
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr("torch.cuda.mem_get_info", no_memory)
-    gpu_stacks.keep_small(GPU, EngineConfig())
+    gpu_stacks.lower_stack_limit(GPU, EngineConfig())
     monkeypatch.setattr(gpu_stacks, "_driver", no_driver)
-    gpu_stacks.give_back(GPU)
-    gpu_stacks.keep_small(torch.device("cpu"), EngineConfig())
+    gpu_stacks.free_stacks(GPU)
+    gpu_stacks.lower_stack_limit(torch.device("cpu"), EngineConfig())
     assert driver.limits == [1024]

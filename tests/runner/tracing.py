@@ -22,7 +22,7 @@ from minillm.runner.device.runner import DeviceRunner  # noqa: E402
 
 
 def main() -> None:
-    launch.pretend(GPUTarget("cuda", 90, 32))
+    launch.set_target(GPUTarget("cuda", 90, 32))
     runner = DeviceRunner(
         ours(hf_model()), 16, 16, max_num_seqs=8, max_model_len=128, graphs=False, sharing=FREE
     )  # fmt: skip

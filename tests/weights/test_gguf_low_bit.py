@@ -18,10 +18,10 @@ from minillm import LLM, kernels
 from minillm.errors import UsageError
 from minillm.kernels import LowBit
 from minillm.kernels.linear.low_bit.layouts import dequantize
+from minillm.model.calibration import calibrate_int8
 from minillm.model.config import ModelConfig
 from minillm.model.llama import Llama
 from minillm.model.loader import load_llama
-from minillm.model.settle import settle
 from minillm.weights.gguf_blocks import low_bit
 from minillm.weights.gguf_file import GGUFCheckpoint
 from minillm.weights.stored import LOW_BIT
@@ -116,7 +116,7 @@ def test_a_model_computes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_cpu_computes_in_8_bits_where_it_is_asked_to(tmp_path: Path, kind: str, tied: bool) -> None:
     write_gguf(tmp_path / "m.gguf", gguf_model(tie_word_embeddings=tied, attention_bias=True), Type[kind])
     plain, model = (load(tmp_path / "m.gguf", each) for each in ("expanded", "int8"))
-    settle(model, 64)
+    calibrate_int8(model, 64)
     assert isinstance(model.embedding, LowBit)
     assert model.weight_bytes < plain.config.num_parameters * 1.3
     tokens = [3, 14, 15, 92, 65, 35]
@@ -136,7 +136,7 @@ def test_a_cpu_keeps_few_bits_where_it_is_asked_to(tmp_path: Path, kind: str, ti
         assert torch.equal(logits_in_chunks(model, tokens, [6]), expected)
         return
     for each in (in_8, model):
-        settle(each, 64)
+        calibrate_int8(each, 64)
     assert isinstance(model.embedding, LowBit)
     matrices = [each for layer in model.layers for each in layer.linears]
     assert {each.packed is not None and each.packed.in_4_bits is not None for each in matrices} == {kind != "Q8_0"}

@@ -80,7 +80,7 @@ def name_of(x: Tensor, parts: tuple[LowBit, ...]) -> str:
     return "many_tokens" if dot.takes(x, parts) else "few_tokens"
 
 
-def hands_over(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
+def writes_next_input(x: Tensor, parts: tuple[LowBit, ...], following: tuple[LowBit, ...]) -> bool:
     """Return whether the gated matmul of ``x [tokens, in]`` can write the next matmul's input layout: see
     `gated_to_float16`.
 

@@ -121,7 +121,7 @@ def convert_to_float16(
     tokens, columns = x.shape
     turns = _turns(columns)
     rows = triton.next_power_of_2(max(tokens, 32)) if tokens <= 256 else triton.cdiv(tokens, 256) * 256
-    out = empty_eights(x, columns) if by_eights else x.new_empty(rows, turns * 128, dtype=torch.float16)
+    out = allocate_by_eights(x, columns) if by_eights else x.new_empty(rows, turns * 128, dtype=torch.float16)
     scales = x.new_empty(tokens, dtype=torch.float32)
     weight, eps = norm or (x, 0.0)
     width = triton.next_power_of_2(turns * 128)
@@ -136,7 +136,7 @@ def _turns(columns: int) -> int:
     return triton.cdiv(columns, SPAN) * (SPAN // 128)
 
 
-def empty_eights(x: Tensor, columns: int) -> Tensor:
+def allocate_by_eights(x: Tensor, columns: int) -> Tensor:
     """Allocate the tensor `Float16Activations.x` for ``columns`` columns and as many tokens as ``x`` has rows.
 
     The tensor is for the order "by eights": see `Float16Activations`.
@@ -362,7 +362,7 @@ def gated_to_float16(
 
     The result is in the input layout of the next matmul.
     """
-    out = empty_eights(x.scales, matrix.shape[0] // 2)
+    out = allocate_by_eights(x.scales, matrix.shape[0] // 2)
     _launch(x, matrix, bias, out, out.shape[1], by.growth, gated=gated, add=False, tile=tile, part=0)
     return Float16Activations(out, by.scales[: x.scales.shape[0]])
 

@@ -127,7 +127,7 @@ def test_gelu_is_handed_over_as_silu_is(handed: list[low_bit_matmul.Float16Activ
 def test_columns_behind_the_last_are_zeros_wherever_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding starts inside a turn, and the memory held NaN before."""
     monkeypatch.setattr(
-        low_bit_matmul, "empty_eights",
+        low_bit_matmul, "allocate_by_eights",
         lambda x, columns: x.new_full((2, low_bit_matmul._turns(columns), 4, 8, 4, 8), torch.nan, dtype=HALF),
     )  # fmt: skip
     for size, tile in ((32, (4, 2, 2, 1)), (160, (1, 1, 2, 1))):
@@ -258,7 +258,7 @@ def test_what_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         tokens: int = 4,
         dtype: torch.dtype = HALF,
     ) -> bool:
-        return kernels._is_handed_over(randn(tokens, WIDTH, dtype=dtype), gate_up, down)
+        return kernels._writes_next_input(randn(tokens, WIDTH, dtype=dtype), gate_up, down)
 
     def of(*parts: LowBit) -> LinearWeight:
         return LinearWeight(parts)

@@ -12,7 +12,7 @@ _NUM_TOKENS = 64
 _BLOCK = 16
 
 
-def settle(model: Llama, max_positions: int) -> None:
+def calibrate_int8(model: Llama, max_positions: int) -> None:
     """Compute 64 fixed random tokens. This packs each 8-bit matrix at its first matmul: see `kernels.cpu.packed_int8`.
 
     Each matrix uses more bits for the columns in which its input is large. Random tokens show these columns nearly as
