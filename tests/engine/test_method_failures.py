@@ -123,7 +123,7 @@ def inject(engine: Engine, kind: str, name: str, number: int, *, early: bool, pa
 
 # The door of the methods, and the parts of their flights that are about one request.
 SAMPLING = ["begin", "due", "prompt_computed", "launch", "outputs", "append"]
-SEARCHING = ["begin", "due", "prompt_computed", "launch", "outputs", "advance", "follow", "beam_candidates"]
+SEARCHING = ["begin", "due", "prompt_computed", "launch", "outputs", "advance", "apply_choice", "beam_candidates"]
 NAMES = {
     "sample": SAMPLING,
     "samples": SAMPLING,
@@ -132,7 +132,7 @@ NAMES = {
     "groups": SEARCHING,
     "score": ["begin", "due", "launch", "outputs"],
 }
-NEVER = {("sample", "prompt_computed"), ("drafts", "prompt_computed"), ("groups", "follow")}
+NEVER = {("sample", "prompt_computed"), ("drafts", "prompt_computed"), ("groups", "apply_choice")}
 TOLERATED = {"note_verified", "expects"}  # what fails there may cost the guesses alone
 
 
@@ -160,7 +160,7 @@ def test_an_exception_at_any_call_of_a_method_ends_that_request_alone(
             assert victim.error is None, "a failed request keeps no blocks"
             idle_sequences.release(Driver(engine), sequence)
         everything_is_back(engine)
-    never = (kind, name) in NEVER or name in TOLERATED or (name == "follow" and not on_device)
+    never = (kind, name) in NEVER or name in TOLERATED or (name == "apply_choice" and not on_device)
     assert (count == 0) == never, "injected elsewhere than meant"
 
 
