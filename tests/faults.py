@@ -238,7 +238,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("preempted-group-goes-to-the-end", "Scheduler._allocate_slots", "Expr 2",
          "self.waiting.append($value.args[0])",
          ENGINE + "test_the_latest_is_preempted_and_comes_back_first"),
-        ("preempted-group-computes", "Scheduler.schedule", "If 0.body[0]", "pass", ANYHOW, SWAPPED_BEAMS),
+        ("preempted-group-computes", "Scheduler.schedule", "If 1.body[0]", "pass", ABORTS),
         ("preempted-group-grows", "Scheduler._decode", "elif not (preempted and group in preempted)", "else", ANYHOW,
          SWAPPED_BEAMS),
         ("preempted-group-goes-on-with-its-prompt", "Scheduler._prefill", "BoolOp 0", "$values[0] and $values[2]",
