@@ -208,7 +208,7 @@ def _to_stdout(source: RowEngine, style: Style, rows: list[InputRow], *, in_json
         print()
         return 0
     early: dict[int, Answer] = {}  # answers that wait for those before them
-    following = finished = failed = 0
+    following = finished = 0
     with GenerationBar(len(rows), enabled=not quiet) as bar:
 
         def show(answer: Answer) -> None:
@@ -219,7 +219,7 @@ def _to_stdout(source: RowEngine, style: Style, rows: list[InputRow], *, in_json
         try:
             for answer in source.answers(rows):
                 early[answer["index"]] = answer
-                finished, failed = finished + (answer["error"] is None), failed + (answer["error"] is not None)
+                finished += answer["error"] is None
                 while following in early:
                     following += 1
                     show(early.pop(following - 1))  # removed first: an interrupted line is not written again
@@ -229,7 +229,7 @@ def _to_stdout(source: RowEngine, style: Style, rows: list[InputRow], *, in_json
                 show(early[index])
             say(f"stopped; {finished} of {_prompts(len(rows))} are finished")
             return 130
-    return _say_failures(failed, len(rows))
+    return _say_failures(len(rows) - finished, len(rows))
 
 
 def _lines(answer: Answer, where: str, tokenizer: Tokenizer | None, *, in_json: bool, alone: bool) -> Iterator[str]:
