@@ -40,9 +40,15 @@ if TYPE_CHECKING:
 
 _OF_BEAMS = {each.name for each in fields(BeamSearchParams)}
 # Settings of a cluster that this process starts, unless the user has set them. Off: an idle worker for each core,
-# reports to Ray's developers, killing engines when other programs need memory, metrics. Slow: timers.
-_OFF = ("prestart_worker_first_driver", "USAGE_STATS_ENABLED", "memory_monitor_refresh_ms", "enable_metrics_collection")
-_SLOW = ("raylet_check_gc_period_milliseconds", "local_fs_monitor_interval_ms")
+# reports to Ray's developers, killing engines when other programs need memory, metrics. Slower: two timers, in ms.
+_LOCAL = {
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_raylet_check_gc_period_milliseconds": "5000",
+    "RAY_local_fs_monitor_interval_ms": "5000",
+}
 # Methods that start processes without use here: an autoscaler, a reader of log files, and the dashboard's server.
 _UNUSED: Any = dict.fromkeys(("start_monitor", "start_log_monitor", "start_api_server"), lambda *_, **__: None)
 
@@ -228,8 +234,8 @@ def connect(address: str) -> None:
     """Connect to a cluster, or start one if ``address`` is "local". Raises UsageError if that fails."""
     local = address == "local"
     _check(address)
-    for name in (*_OFF, *_SLOW) if local else ():
-        os.environ.setdefault(f"RAY_{name}", "0" if name in _OFF else "5000")
+    if local:
+        os.environ.update({**_LOCAL, **os.environ})
     for tries_left in (3, 2, 1, 0):
         try:
             with patch.multiple("ray._private.node.Node", create=True, **_UNUSED):
