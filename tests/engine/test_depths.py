@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,8 @@ def test_in_deterministic_mode_the_bits_are_those_of_separate_runs(
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_six_depths_up_to_8192_tokens_have_the_bits_of_separate_runs() -> None:
-    tokenizer = Tokenizer.from_directory(write_tiny_model(Path(tempfile.mkdtemp())))
+def test_six_depths_up_to_8192_tokens_have_the_bits_of_separate_runs(parts: tuple[Llama, Tokenizer]) -> None:
+    tokenizer = parts[1]
     model = ours(hf_model(vocab_size=640, max_position_embeddings=9000), dtype=torch.bfloat16)
     prompt = ids_of(tokenizer, "Count<think>\n")
     depths = [256 << number for number in range(6)]
@@ -203,17 +202,16 @@ def test_forks_of_a_thought_compute_only_their_own_tokens(parts: tuple[Llama, To
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_six_depths_compute_a_tenth_more_than_the_deepest_alone() -> None:
+def test_six_depths_compute_a_tenth_more_than_the_deepest_alone(parts: tuple[Llama, Tokenizer]) -> None:
     """The tokenizer spells the closing sentence letter by letter, so the words of real tokenizers are counted."""
-    directory = Path(tempfile.mkdtemp())
-    tokenizer = Tokenizer.from_directory(write_tiny_model(directory))
-    parts = ours(hf_model(vocab_size=640, max_position_embeddings=9000)), tokenizer
+    tokenizer = parts[1]
+    long_parts = ours(hf_model(vocab_size=640, max_position_embeddings=9000)), tokenizer
     prompt = ids_of(tokenizer, "Count<think>\n")
     depths = [256 << number for number in range(6)]
     sizes: dict[str, Any] = {"num_blocks": 3600, "block_size": 16, "prefix_caching": False}
     told = SamplingParams(max_reasoning_tokens=depths[-1], max_tokens=8900, **scripted(tokenizer, 100))
-    alone, _ = num_computed(engine(parts, **sizes), prompt, told)
-    together, _ = num_computed(engine(parts, **sizes), prompt, replace(told, reasoning_depths=depths[:-1]))
+    alone, _ = num_computed(engine(long_parts, **sizes), prompt, told)
+    together, _ = num_computed(engine(long_parts, **sizes), prompt, replace(told, reasoning_depths=depths[:-1]))
     print(f"{together} tokens computed, {alone} alone: {together / alone:.3f}")
     assert together <= 1.10 * alone
 
