@@ -31,11 +31,12 @@ def _rms_norm_kernel(
     # Loading the weight before the row reaches 93 % of the copy bandwidth, loading it last 90 %.
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
+    if ADD:  # loaded before the sum, which waits for x
+        residual = tl.load(out_ptr + row * SIZE + offsets, mask=mask, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
     out = normed.to(out_ptr.dtype.element_ty).to(tl.float32) * weight
     if ADD:
-        out = out.to(out_ptr.dtype.element_ty).to(tl.float32)
-        out += tl.load(out_ptr + row * SIZE + offsets, mask=mask, other=0.0).to(tl.float32)
+        out = out.to(out_ptr.dtype.element_ty).to(tl.float32) + residual
     tl.store(out_ptr + row * SIZE + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 

@@ -21,6 +21,7 @@ from minillm.loading.fits import check_fits
 from minillm.loading.kernel_cache import use_kernel_cache
 from minillm.loading.pool_size import activation_bytes, budget_of, free_bytes, size_pool
 from minillm.loading.threads import Clocks, FreeCores, follows_free_cores
+from minillm.loading.upload import uploads
 from minillm.model.calibration import bound_results, calibrate_int8
 from minillm.model.llama import Llama
 from minillm.model.loader import TensorSource, load_llama
@@ -137,16 +138,18 @@ def _load(
             trim()  # otherwise the heap would keep four times the size of the embedding in freed memory
             on_progress(Progress("loading weights", done, total, "layers"))
 
-        model = load_llama(
-            source,
-            description.config,
-            device=device,
-            dtype=choose_dtype(config, device),
-            max_positions=longest,
-            ranks=ranks,
-            weights=storage,
-            on_progress=report,
-        )
+        with uploads(device) as copy:
+            model = load_llama(
+                source,
+                description.config,
+                device=device,
+                dtype=choose_dtype(config, device),
+                max_positions=longest,
+                ranks=ranks,
+                weights=storage,
+                on_progress=report,
+                copy=copy,
+            )
         copied = sum(linear.copied_bytes(model.dtype) for linear in model.linears)
         in_memory = Weights(model.weight_bytes, model.weight_bytes, copied=copied)
         keeps_copy = budget.keeps_copy(in_memory, shape_of(description.config))

@@ -91,6 +91,7 @@ def load_llama(
     ranks: Ranks | None = None,
     weights: Storage = "expanded",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    copy: Callable[[Tensor, Tensor], object] = Tensor.copy_,
 ) -> Llama:
     """Build the model from ``source``, or this rank's part of it.
 
@@ -100,6 +101,7 @@ def load_llama(
             quantizes each matrix to 8 bits on first use (see `minillm.model.calibration`). "int4" keeps 4-bit matrices
             as they are, quantizes other low-bit matrices to 8 bits, and leaves unquantized matrices unquantized.
         on_progress: called with the number of loaded layers and the number of all layers.
+        copy: copies its second tensor, which the source has read, into its first one on ``device``.
 
     Raises:
         WeightsError: a tensor is missing, unknown or has the wrong shape, or the config gives no finite rotary angles.
@@ -124,6 +126,13 @@ def load_llama(
     def low_bit(name: str) -> LowBit | None:
         return source.low_bit(name, device, *shard.part_of(name, config)) if weights != "expanded" else None
 
+    def fill(target: Tensor, parts: list[Tensor]) -> None:
+        start = 0
+        for part in parts:
+            copy(target[start : start + part.shape[0]], part)
+            start += part.shape[0]
+        assert start == target.shape[0]
+
     def fused(*names: str) -> LinearWeight:
         """Load several matrices as one, with their rows stacked. If they have biases, stack these as well."""
         parts = [f"{name}.weight" for name in names]
@@ -136,13 +145,13 @@ def load_llama(
             if stored:
                 return expanded(stored)
             whole = torch.empty(shape, dtype=dtype, device=device)
-            _fill(whole, [read(part) for part in parts])
+            fill(whole, [read(part) for part in parts])
             return whole
 
         bias = None
         if f"{names[0]}.bias" in held:
             bias = torch.empty(rows, dtype=dtype, device=device)
-            _fill(bias, [take(f"{name}.bias") for name in names])
+            fill(bias, [take(f"{name}.bias") for name in names])
         return held_linear(weight, shape, bias, stored)
 
     def held_linear(
@@ -175,7 +184,7 @@ def load_llama(
         if weights == "int8" and rows.shape[1] % GROUP == 0:
             return padded(in_eight_bits(rows), held[_EMBEDDING][0])
         whole = torch.zeros(held[_EMBEDDING], dtype=dtype, device=device)
-        whole[: rows.shape[0]].copy_(rows)
+        copy(whole[: rows.shape[0]], rows)
         return whole
 
     def head_norms(attention: str) -> HeadNorms | None:
@@ -235,14 +244,6 @@ def load_llama(
         head_weight = held_linear(head.contiguous, (head.shape[0], head.shape[1]), None, ())
     parts = (config, embedding, layers, norm, head_weight, rotary)
     return Llama(*parts) if ranks is None else ShardedLlama(*parts, shard, ranks)
-
-
-def _fill(target: Tensor, parts: list[Tensor]) -> None:
-    start = 0
-    for part in parts:
-        target[start : start + part.shape[0]].copy_(part)
-        start += part.shape[0]
-    assert start == target.shape[0]
 
 
 def _check_names(source: TensorSource, config: ModelConfig) -> None:
