@@ -152,15 +152,6 @@ print([m for m in heavy if m in sys.modules])
     assert python(code).strip() == "[]"
 
 
-def test_the_engine_needs_neither_textual_nor_gguf_nor_triton() -> None:
-    code = """
-import sys
-import minillm.llm
-print([m for m in ("textual", "gguf", "triton", "minillm.ui") if m in sys.modules])
-"""
-    assert python(code).strip() == "[]"
-
-
 def declared(*requirements: str) -> set[str]:
     """The names of distributions that these requirements ask for."""
     return {re.split(r"[\s;<>=!~\[]", requirement, maxsplit=1)[0].lower() for requirement in requirements}

@@ -16,6 +16,7 @@ def test_tab_shows_the_public_names() -> None:
 
 
 def test_a_star_brings_them_all_and_looking_brings_nothing_heavy() -> None:
+    """The engine needs neither textual nor gguf nor triton, and without a grammar no llguidance."""
     code = """
 import sys
 import minillm
@@ -23,6 +24,8 @@ dir(minillm), minillm.__version__
 assert "torch" not in sys.modules
 from minillm import *
 assert minillm.LLM is LLM and SamplingParams(max_tokens=3).max_tokens == 3
+BeamSearchParams()
+print([m for m in ("textual", "gguf", "triton", "llguidance", "minillm.ui") if m in sys.modules])
 try:
     minillm.LMM
 except AttributeError as error:
@@ -30,4 +33,4 @@ except AttributeError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "module 'minillm' has no attribute 'LMM'\n"
+    assert done.stdout == "[]\nmodule 'minillm' has no attribute 'LMM'\n"

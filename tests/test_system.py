@@ -31,8 +31,8 @@ print(megabytes() - before)
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc alone has holes to give back")
-def test_a_compact_heap_has_no_holes() -> None:
-    run = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
+def test_a_compact_heap_has_no_holes(minillm_command: tuple[str, ...]) -> None:
+    run = subprocess.run([*minillm_command, "-c", HOLES], capture_output=True, text=True, check=True)
     meanwhile, afterwards = map(int, run.stdout.split())
     assert meanwhile < 130, "100 MB are held, and some pages that are not full"
     assert afterwards < 180, "50 more"

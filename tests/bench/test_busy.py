@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from lib.programs.warm import process_of
 from minillm.bench.latency import busy
 
 _HOLDS = """
@@ -49,15 +50,15 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def holding() -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def holding(minillm_command: tuple[str, ...]) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A process that lets two others compute, and the ids of those two."""
     with subprocess.Popen(
-        [sys.executable, "-c", _HOLDS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*minillm_command, "-c", _HOLDS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "begun\n"
-            yield process, children(process.pid)
+            yield process, children(process_of(process.pid))
         finally:
             process.kill()
 
@@ -85,7 +86,7 @@ def test_none_outlives_a_process_that_is_stopped(
 ) -> None:
     process, others = holding
     assert len(others) == 2
-    process.send_signal(number)
+    os.kill(process_of(process.pid), number)
     process.wait()
     until(lambda: not any(is_there(pid) for pid in others))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import struct
 import subprocess
-import sys
 from pathlib import Path
 
 import gguf
@@ -97,9 +96,11 @@ with compact_heap() as trim:
 @needs_products_of_8_bits
 @pytest.mark.parametrize("storage", ["expanded", "int8"])
 @pytest.mark.parametrize("shape", [(3072, 576), (576, 1536), (1000, 2000)])
-def test_packed_matrices_take_the_memory_that_is_stated(shape: tuple[int, int], storage: Storage) -> None:
+def test_packed_matrices_take_the_memory_that_is_stated(
+    minillm_command: tuple[str, ...], shape: tuple[int, int], storage: Storage
+) -> None:
     count = 16
-    command = [sys.executable, "-c", PACKING, *map(str, (*shape, count)), storage]
+    command = [*minillm_command, "-c", PACKING, *map(str, (*shape, count)), storage]
     taken = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     matrix = StoredTensor("model.layers.0.mlp.up_proj.weight", shape, "BF16")
     stated = weights_in_memory([matrix], Layout(4, packs=True, storage=storage)).memory * count

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from lib.programs.warm import process_of
 from lib.rows import answers, command, requests_file
-from lib.server import WITH_FORKED_MODULES
+from lib.terminal import children
 from minillm.cli.main import main
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Answer, Died, Engines, Facts
@@ -102,12 +102,6 @@ def test_an_engine_that_fails_ends_the_run() -> None:
         list(engines.answers([InputRow(0, "x")]))
 
 
-def children(process: int) -> list[int]:
-    """Return the engine processes that a process has started."""
-    path = Path(f"/proc/{process}/task/{process}/children")
-    return [int(word) for word in path.read_text().split()] if path.exists() else []
-
-
 @pytest.mark.slow
 def test_engines_that_are_killed_lose_no_row_and_nothing_is_computed_again(
     tiny_model: Path, tmp_path: Path, forking: Callable[[str], str]
@@ -123,10 +117,9 @@ def test_engines_that_are_killed_lose_no_row_and_nothing_is_computed_again(
         while finished() < count and process.poll() is None:
             time.sleep(0.02)
 
-    own_children = [sys.executable, "-c", WITH_FORKED_MODULES, forking("minillm")]
-    process = subprocess.Popen([*own_children, *arguments], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([forking("minillm"), *arguments], stderr=subprocess.PIPE, text=True)
     wait_for(3, process)
-    os.kill(children(process.pid)[0], signal.SIGKILL)
+    os.kill(children(process_of(process.pid))[0], signal.SIGKILL)
     wait_for(8, process)
     process.send_signal(signal.SIGINT)
     errors = process.communicate()[1]

@@ -14,21 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import httpx
 
+from lib.programs.warm import process_of
+from lib.terminal import children
 from minillm.server.engine_process import Answer
 from minillm.service.call_messages import Complete, Ended, Text
 
 ROOT = Path(__file__).resolve().parents[2]
-WITH_FORKED_MODULES = """
-import sys
-from minillm import system
-system.PYTHON = (sys.argv.pop(1), "-P")
-from minillm.cli.main import main
-sys.exit(main())
-"""
 FORKING: list[Callable[[str], str]] = []  # the fixture of this name, set when the tests begin
 
 
@@ -42,9 +36,9 @@ class Server:
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids of the server and its engine."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [self.process.pid, *map(int, children)]
+        """Return the process ids of the server and its engines."""
+        server = process_of(self.process.pid)
+        return [server, *map(process_of, children(server))]
 
     def num_descriptors(self) -> int:
         return sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in self.pids)
@@ -92,18 +86,13 @@ def served(
     model: Path,
     *options: str,
     environment: dict[str, str] | None = None,
-    forked: Literal["server", "engines", "nothing"] = "server",
+    forked: bool = True,
 ) -> Iterator[Server]:
     """Run ``minillm serve``; it is stopped as by ctrl-c, and must end well.
 
-    ``forked`` processes start quickly, see `lib.programs.warm`. The id in `Server.pids` is that of a program, which
-    ends with them. Of a forked server, `Server.pids` has no engine.
+    ``forked`` processes start quickly, see `lib.programs.warm`.
     """
-    command = [sys.executable, "-m", "minillm"]
-    if forked == "server":
-        command = [FORKING[0]("minillm")]
-    elif forked == "engines":
-        command = [sys.executable, "-c", WITH_FORKED_MODULES, FORKING[0]("minillm")]
+    command = [FORKING[0]("minillm")] if forked else [sys.executable, "-m", "minillm"]
     command += ["serve", str(model), "--port", "0", "--device", "cpu", *options]
     process = subprocess.Popen(
         command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}

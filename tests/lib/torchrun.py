@@ -1,4 +1,4 @@
-"""``minillm`` as torchrun starts it."""
+"""Run ``minillm`` by torchrun."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 from minillm import LLM, SamplingParams
 
 
-def torchrun(*options: str, arguments: Iterable[str]) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *options, "-m", "minillm", *arguments]
+def torchrun(program: str, arguments: Iterable[str]) -> list[str]:
+    """Return a command that starts ``program`` twice, see `lib.programs.warm`."""
+    options = ["--standalone", "--nproc-per-node", "2", "--no-python"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, program, *arguments]
 
 
 def of_two_ranks(model: Path) -> tuple[list[str], str]:

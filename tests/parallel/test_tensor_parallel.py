@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lib.engine import identity_of, run
 from lib.models import StateDict, hf_model
-from lib.server import WITH_FORKED_MODULES
+from lib.programs.warm import process_of
 from lib.terminal import children
 from lib.torchrun import of_two_ranks, torchrun
 from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
@@ -620,20 +620,19 @@ def test_a_rank_that_never_starts_is_reported(tiny_model: Path, monkeypatch: pyt
 @pytest.mark.slow
 def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model: Path, forking: Callable[[str], str]) -> None:
     program = f"""
-from minillm import LLM, system
-system.PYTHON = ({forking("minillm")!r}, "-P")
+from minillm import LLM
 llm = LLM({str(tiny_model)!r}, device="cpu", tensor_parallel_size=2, num_blocks=64)
 [leader] = [each.leader for each in llm.engine.runner.observers if hasattr(each, "leader")]
 print(leader._lines.processes[1].pid, flush=True)
 input()
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [forking("minillm"), "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     pid = int(process.stdout.readline())
     os.kill(pid, 0)
-    process.kill()
+    os.kill(process_of(process.pid), signal.SIGKILL)
     wait_until_gone(pid)
     process.wait()
 
@@ -644,12 +643,11 @@ def test_ctrl_c_ends_all_ranks(tiny_model: Path, when: str, forking: Callable[[s
     arguments = ["generate", "x", "y", "--model", str(tiny_model), "--device", "cpu", "--tensor-parallel-size", "2"]
     arguments += ["--num-blocks", "64", "--max-tokens", "100", "--ignore-eos", "--json"]
     process = subprocess.Popen(
-        [sys.executable, "-c", WITH_FORKED_MODULES, forking("minillm"), *arguments],
+        [forking("minillm"), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout is not None
     while not (workers := _workers_of(process.pid)):
@@ -667,7 +665,7 @@ def test_ctrl_c_ends_all_ranks(tiny_model: Path, when: str, forking: Callable[[s
 def _workers_of(parent: int) -> list[int]:
     """The ranks that a process has started, ready to take signals."""
     found = []
-    for pid in children(parent):
+    for pid in children(process_of(parent)):
         with contextlib.suppress(OSError):
             if b"minillm.loading.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
@@ -698,9 +696,9 @@ with leader.watched():
 
 
 @pytest.mark.slow
-def test_torchrun_joins_its_processes(tiny_model: Path) -> None:
+def test_torchrun_joins_its_processes(minillm_command: tuple[str, ...], tiny_model: Path) -> None:
     arguments, expected = of_two_ranks(tiny_model)
-    command = torchrun("--standalone", "--nproc-per-node=2", arguments=arguments)
+    command = torchrun(minillm_command[0], arguments)
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     assert result.stdout == expected

@@ -25,8 +25,8 @@ MESSAGES = [{"role": "user", "content": "Tell me"}]
 
 @pytest.fixture(scope="module")
 def server(tiny: Path) -> Iterator[Server]:
-    """Return a server that is not a fork: these tests look at its processes."""
-    with served(tiny, "--num-blocks", "256", forked="nothing") as running:
+    """Return a server that no other test uses: these tests look at its processes."""
+    with served(tiny, "--num-blocks", "256") as running:
         yield running
 
 
@@ -160,7 +160,7 @@ def test_a_full_queue_is_told_when_to_come_again(of_long_answers: Path) -> None:
 
 
 def test_running_answers_end_when_the_server_is_stopped(tiny: Path) -> None:
-    with served(tiny, "--num-blocks", "256", forked="nothing") as server:
+    with served(tiny, "--num-blocks", "256") as server:
         body = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "stream": True}
         pids = server.pids
         with (

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lib.server import ROOT, Server, served
+from lib.torchrun import torchrun
 from minillm.jobs.placement import place
 from minillm.server import replicas
 from minillm.server.engine_process import EngineDied
@@ -86,7 +86,7 @@ def test_conversations_and_ids_have_keys() -> None:
 
 @pytest.fixture(scope="module")
 def pair(tiny: Path) -> Iterator[Server]:
-    with served(tiny, "--num-blocks", "256", "--replicas", "2", forked="engines") as running:
+    with served(tiny, "--num-blocks", "256", "--replicas", "2") as running:
         yield running
     assert running.process.returncode in (0, 130), "".join(running.said)
 
@@ -151,7 +151,7 @@ def health(server: Server) -> tuple[int, str]:
 
 
 def test_one_engine_serves_while_another_is_started_again(tiny: Path) -> None:
-    with served(tiny, "--num-blocks", "64", "--replicas", "2", forked="engines") as running:
+    with served(tiny, "--num-blocks", "64", "--replicas", "2") as running:
         assert httpx.post(f"{running.url}/v1/prefixes", json={"prompt": TEXT[:200]}).json()["replica"] == 0
         with httpx.stream("GET", f"{running.url}/v1/session", timeout=60) as events:
             lines = events.iter_lines()
@@ -180,7 +180,7 @@ def test_one_engine_serves_while_another_is_started_again(tiny: Path) -> None:
 
 @pytest.fixture(scope="module")
 def lone(tiny: Path) -> Iterator[Server]:
-    with served(tiny, "--num-blocks", "256", "--grace", "0", forked="nothing") as running:
+    with served(tiny, "--num-blocks", "256", "--grace", "0") as running:
         yield running
 
 
@@ -281,9 +281,9 @@ async def test_an_engine_that_ends_again_and_again_is_given_up(
     assert capsys.readouterr().err.count("is not restarted") == 2
 
 
-def test_torchruns_processes_are_the_replicas(tiny: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "minillm"]
-    command += ["serve", str(tiny), "--port", "0", "--device", "cpu", "--num-blocks", "64"]
+def test_torchruns_processes_are_the_replicas(minillm_command: tuple[str, ...], tiny: Path) -> None:
+    arguments = ["serve", str(tiny), "--port", "0", "--device", "cpu", "--num-blocks", "64"]
+    command = torchrun(minillm_command[0], arguments)
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     late = threading.Timer(120, process.kill)
     late.start()

@@ -3,8 +3,8 @@
 A command then takes a tenth of a second to start, where a new process takes three. There are three kinds of process:
 
 - ``scripted`` has imported the scripted engine, and runs it.
-- ``minillm`` runs the commands of `minillm`, and after ``-m`` the modules of its engines and ranks. Those of its
-  commands are forks, too.
+- ``minillm`` runs the commands of `minillm`, after ``-c`` Python code, and after ``-m`` the modules of its engines and
+  ranks. Those of its commands are forks, too.
 - ``worker`` has collected all tests, and runs the workers of pytest-xdist.
 """
 
@@ -33,7 +33,8 @@ PROGRAM = """#!{python} -ISE
 import json, os, signal, socket, sys
 asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-asked.connect({address!r})
+address = {address!r}
+asked.connect(address)
 message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
 streams = [0, 1, 2]
 if sys.argv[1:3] == ["-P", "-m"] and sys.argv[-1].isdigit():
@@ -42,8 +43,13 @@ socket.send_fds(asked, [message], streams)
 for each in streams[3:]:
     os.close(each)
 command = int(asked.recv(16))
-signal.signal(signal.SIGINT, lambda number, _: os.kill(command, number))
-sys.exit(int(asked.recv(16) or b"70"))
+link = f"{{address}}.{{os.getpid()}}"
+os.path.lexists(link) and os.unlink(link)
+os.symlink(str(command), link)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: os.kill(command, number))
+code = asked.recv(16) or os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(int(code))
 """
 
 
@@ -75,6 +81,16 @@ def program(directory: Path, kind: str) -> Path:
     new.write_text(PROGRAM.format(python=sys.executable, address=str(directory / kind)))
     new.chmod(0o755)
     return new.replace(path)
+
+
+def process_of(program: int) -> int:
+    """Return the id of the process that runs the command of a program, given the program's process id.
+
+    The id of a process that is not such a program is returned as it is.
+    """
+    words = Path(f"/proc/{program}/cmdline").read_text().split("\0")
+    link = f"{words[2].removesuffix('-program')}.{program}" if len(words) > 2 else ""
+    return int(os.readlink(link)) if os.path.islink(link) else program
 
 
 def serve(directory: Path, kinds: Sequence[str]) -> None:
@@ -109,12 +125,14 @@ def _answer(asked: socket.socket, run: Run) -> None:
 
     A module gets the socket whose number is its last argument, under another number.
 
-    The program passes SIGINT on, and gets the exit code when temporary files are removed. The interpreter is not
-    taken apart: with torch in it, that takes longer than most commands. If the program is killed, so is the command.
+    The program passes SIGINT and SIGTERM on, and gets the exit code when temporary files are removed. The interpreter
+    is not taken apart: with torch in it, that takes longer than most commands. If the program is killed, so is the
+    command, and the reverse.
     """
     code = 70
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         message, streams, _, _ = socket.recv_fds(asked, _MOST, 4)
         asked.send(str(os.getpid()).encode())
         arguments, directory, environment = json.loads(message)
@@ -131,6 +149,8 @@ def _answer(asked: socket.socket, run: Run) -> None:
         os.environ.update(environment)
         threading.Thread(target=lambda: asked.recv(1) or os._exit(code), daemon=True).start()
         code = run(arguments)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except BaseException:
         traceback.print_exc()
     finally:
@@ -177,6 +197,10 @@ def commands(directory: Path) -> Run:
     }  # fmt: skip
 
     def run(arguments: list[str]) -> int:
+        if arguments[:1] == ["-c"]:
+            sys.argv = ["-c", *arguments[2:]]
+            exec(arguments[1], {"__name__": "__main__"})
+            return 0
         if arguments[:1] not in (["-m"], ["-P"]):
             return main(arguments)
         sys.argv = arguments[arguments.index("-m") + 1 :]

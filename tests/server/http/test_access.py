@@ -272,7 +272,7 @@ def test_a_key_file_that_others_can_change_is_said(
 
 
 def test_a_key_of_the_command_line_is_not_among_the_arguments(tiny: Path) -> None:
-    with served(tiny, "--num-blocks", "64", "--api-key", "key-of-anna", forked="nothing") as server:
+    with served(tiny, "--num-blocks", "64", "--api-key", "key-of-anna", forked=False) as server:
         for pid in server.pids:
             assert b"key-of-anna" not in Path(f"/proc/{pid}/cmdline").read_bytes()
         assert b"key-of-anna" not in Path(f"/proc/{server.pids[1]}/environ").read_bytes(), "the engine needs none"
