@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from minillm.errors import UsageError
 
@@ -129,17 +129,13 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
 
 
-def start_module(
-    module: str, words: Iterable[str] = (), environment: Mapping[str, str] = {}
+def start_connected(
+    command: Iterable[str], environment: Mapping[str, str] = {}, log: "int | BinaryIO" = 2
 ) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
-    """Start ``python -m module NUMBER`` as a child process without the terminal's ctrl-c.
+    """Start ``command NUMBER`` as a child process without the terminal's ctrl-c. Raises OSError if that fails.
 
     Return a socket to the process, and the process. NUMBER is the file descriptor of its end of the socket. Its stdout
-    is this process's stderr.
-
-    Args:
-        words: a command that runs the command line after it, such as ``env``.
-        environment: variables to add.
+    and stderr go to ``log``, by default this process's stderr. ``environment``: variables to add.
     """
     import socket  # not at the top: ``minillm --help`` imports this file
     import subprocess
@@ -147,14 +143,24 @@ def start_module(
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            (*words, *PYTHON, "-m", module, str(theirs.fileno())),
+            (*command, str(theirs.fileno())),
             env={**child_environment(), **environment},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=2,
-            process_group=0,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     return ours, process
+
+
+def parent_socket() -> "socket.socket":
+    """Return the socket to the process that has started this process with `start_connected`."""
+    import socket
+
+    connection = socket.socket(fileno=int(sys.argv[-1]))
+    connection.set_inheritable(False)  # a child process that held it open would hide the end of this process
+    return connection
 
 
 def end_with_parent(parent: int | None = None) -> None:

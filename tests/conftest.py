@@ -218,7 +218,7 @@ def minillm_command(forking: Callable[[str], str]) -> tuple[str, ...]:
 @pytest.fixture(scope="session")
 def engine_command(minillm_command: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command that runs an engine process for a chat app, as quickly."""
-    return *minillm_command, "-m", "minillm.service"
+    return *minillm_command, "-P", "-m", "minillm.service"
 
 
 @pytest.fixture

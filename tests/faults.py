@@ -1352,8 +1352,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("engine-started-again-at-once", "Replicas._keep", "Await 1", "await asyncio.sleep(0)",
          REPLICAS + "test_an_engine_that_ends_again_and_again_is_given_up"),
     ],
-    "minillm/server/engine_process.py": [
-        ("silence-not-noted", "EngineProcess._ping", "AugAssign 0", "pass",
+    "minillm/server/client.py": [
+        ("silence-not-noted", "CallClient._ping", "AugAssign 0", "pass",
          REPLICAS + "test_an_engine_that_is_stopped_is_told_by_health"),
     ],
     "minillm/server/anthropic/answers.py": [

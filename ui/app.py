@@ -16,8 +16,8 @@ from textual.driver import Driver
 from textual.screen import Screen
 
 from minillm.errors import MinillmError
-from minillm.service.client import ENGINE_COMMAND
 from minillm.service.messages import Event
+from minillm.service.process import ENGINE_COMMAND
 from minillm.text.safe import clean
 from minillm.ui.chat.commands import COMMANDS
 from minillm.ui.chat.conversation import Conversation

@@ -1,10 +1,8 @@
 """The base class of the app: engine process, settings, notifications, and the messages between app and screens."""
 
 import asyncio
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from textual import work
@@ -15,7 +13,7 @@ from textual.theme import Theme
 
 from minillm.errors import MinillmError
 from minillm.progress import Progress
-from minillm.service.client import EngineProcess
+from minillm.service.client import CommandClient
 from minillm.service.messages import Command, Event, Load, Loaded, LoadFailed, Loading, Preparing
 from minillm.text.safe import clean_line
 from minillm.ui.preferences import Preferences, PreferencesFile
@@ -81,8 +79,7 @@ class EngineApp(CrashStoringApp):
         self.set_reactive(EngineApp.settings, settings)
         self._use_theme(find_theme(settings.theme))
         self._engine_command, self._server = engine_command, server
-        self._engine: EngineProcess | None = None
-        self._files = tempfile.TemporaryDirectory(prefix="minillm-", ignore_cleanup_errors=True)
+        self._engine: CommandClient | None = None
 
     def pass_on(self, event: Event) -> None:
         """Pass an event of the engine to the screen. A subclass implements this."""
@@ -107,16 +104,16 @@ class EngineApp(CrashStoringApp):
     @work(group="engine", exclusive=True)
     async def _run_engine(self, model: str) -> None:
         """Start a process, load ``model``, and pass on events until the process ends or is replaced."""
-        log = Path(self._files.name) / "engine.log"
         self._show_state("loading", model, loading=Progress("starting the engine", 0, None, ""))
         try:
-            engine = await EngineProcess.start(log, self._engine_command)
+            engine = CommandClient(self._engine_command)
         except OSError as error:
             self._show_state("crashed", model, error=f"the engine cannot be started: {error}")
             return
         self._engine = engine
         problem = ""
         try:
+            await engine.connect()
             engine.send(Load(model, dict(self.settings.engine)))
             async for event in engine.events():
                 match event:
@@ -135,12 +132,12 @@ class EngineApp(CrashStoringApp):
             who = f"server at {self._server}" if self._server else "engine"
             problem = f"the {who} sent an invalid message: {error}"
         finally:
-            await asyncio.shield(engine.stop())  # meanwhile, `on_unmount` may stop it as well
+            await asyncio.shield(engine.process.stop())  # meanwhile, `on_unmount` may stop it as well
             if self._engine is engine:
                 self._engine = None
         if self.engine_state.phase != "failed":
-            code = engine.exit_code
-            ending = f"was killed (signal {-code})" if code is not None and code < 0 else f"ended (exit code {code})"
+            code = await engine.process.wait()
+            ending = f"was killed (signal {-code})" if code < 0 else f"ended (exit code {code})"
             words = engine.last_words() or "it left no message"
             self._show_state("crashed", model, error=problem or f"the engine {ending}: {words}")
 
@@ -160,8 +157,7 @@ class EngineApp(CrashStoringApp):
         self.restore_window_title()
         self.workers.cancel_all()
         if self._engine is not None:
-            await self._engine.stop()
-        self._files.cleanup()
+            await self._engine.process.stop()
 
     def notify(self, message: str, **options: Any) -> None:
         """Show a notification, and remove the previous one. Control characters in ``message`` are replaced."""

@@ -20,7 +20,7 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.progress import OnProgress
-from minillm.service.client import ENGINE_COMMAND
+from minillm.service.process import ENGINE_COMMAND
 from minillm.user_config import read_config
 
 if TYPE_CHECKING:

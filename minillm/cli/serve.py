@@ -9,23 +9,24 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from minillm.cli.options import given
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel.launch import Torchrun
 from minillm.progress import loading_bar, say
-from minillm.server.engine_process import LoadingEvent
-from minillm.server.http.access import AccessRules
-from minillm.server.replicas import MAX_REPLICAS
-from minillm.server.service import Service
-from minillm.server.serving import ServerConfig, serve
-from minillm.service.messages import Loading, Notice
+from minillm.server.client import LoadingEvent
+from minillm.server.replicas import MAX_REPLICAS, start_engine
+from minillm.service.messages import Load, Loading, Notice
 from minillm.system import expanded
 from minillm.text.safe import clean_line
 from minillm.user_config import read_config
+
+if TYPE_CHECKING:
+    from minillm.server.service import Service
+    from minillm.server.serving import ServerConfig
 
 _VARIABLE = "MINILLM_API_KEY"
 _SHORTEST_KEY = 8
@@ -39,13 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
     model = config.choose_model(arguments.name or arguments.model)
     options = {**config.engine, **given(arguments, EngineConfig)}
     EngineConfig(**options)
-    server = server_config(arguments, os.environ.get(_VARIABLE, ""))
+    key = os.environ.pop(_VARIABLE, "")  # the engines do not need it
     torchrun = Torchrun.from_environment()
-    if torchrun is not None:
-        replicas = _replicas(torchrun, arguments.replicas, options.get("tensor_parallel_size", 1))
-        if torchrun.rank:
-            return 0  # the process of rank 0 runs the server and its engines
-        server = replace(server, replicas=replicas)
+    replicas = _num_replicas(torchrun, arguments.replicas, options.get("tensor_parallel_size", 1))
+    if torchrun is not None and torchrun.rank:
+        return 0  # the process of rank 0 runs the server and its engines
+    # The engines import torch during the imports of this process. They end with this process if it fails below.
+    processes = [start_engine(number, replicas, options) for number in range(replicas)]
+    from minillm.server.serving import serve
+
+    server = server_config(arguments, key)
     with ExitStack() as bar:
         report = bar.enter_context(loading_bar())
 
@@ -60,10 +64,10 @@ def run(arguments: argparse.Namespace) -> int:
             facts = service.facts
             pool = f"{facts.num_blocks * facts.block_size:,} tokens of cache"
             keys = ", with keys" if server.rules.keys else ""
-            pool += f" in each of {server.replicas} replicas" if server.replicas > 1 else ""
+            pool += f" in each of {replicas} replicas" if replicas > 1 else ""
             say(f"{service.names[0]} on {facts.device} ({facts.dtype}, {pool}) at {address}/v1{keys}; ctrl-c ends it")
 
-        asyncio.run(serve(server, model, options, on_loading, opened))
+        asyncio.run(serve(server, processes, Load(model, options, arguments.wait_warm), on_loading, opened))
     return 0
 
 
@@ -73,10 +77,10 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
     Args:
         key: the API key from the environment; empty: none.
     """
+    from minillm.server.http.access import AccessRules
+    from minillm.server.serving import ServerConfig
+
     bounds = {"port": (0, 65535), "max_waiting": (1, 1 << 20), "max_body": (1024, 1 << 31), "grace": (0, 3600)}
-    replicas = 1 if arguments.replicas is None else arguments.replicas
-    if not 1 <= replicas <= MAX_REPLICAS:
-        raise UsageError(f"--replicas must be from 1 to {MAX_REPLICAS}, not {replicas}")
     for name, (low, high) in bounds.items():
         value = getattr(arguments, name)
         if not low <= value <= high:
@@ -94,16 +98,18 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
         raise UsageError("--allow-origin: name each origin, like https://example.org; '*' would let every web page in")
     rules = AccessRules(keys, hosts, tuple(arguments.allow_origin or ()), arguments.max_body)
     names = tuple(arguments.served_model_name or ())
-    return ServerConfig(
-        host, arguments.port, rules, names, arguments.max_waiting, arguments.grace, replicas, arguments.wait_warm
-    )
+    return ServerConfig(host, arguments.port, rules, names, arguments.max_waiting, arguments.grace)
 
 
-def _replicas(torchrun: Torchrun, asked: int | None, tensor_parallel_size: int) -> int:
-    """Return the number of engines for which torchrun has started processes.
+def _num_replicas(torchrun: Torchrun | None, asked: int | None, tensor_parallel_size: int) -> int:
+    """Return the number of engines: the option ``--replicas`` (``asked``), or the number of torchrun's processes.
 
-    Raises UsageError if the option ``--replicas`` (``asked``) is given and differs from that number.
+    Raises UsageError if the option is out of range, or differs from torchrun's number.
     """
+    if asked is not None and not 1 <= asked <= MAX_REPLICAS:
+        raise UsageError(f"--replicas must be from 1 to {MAX_REPLICAS}, not {asked}")
+    if torchrun is None:
+        return asked or 1
     count = torchrun.num_replicas(tensor_parallel_size)
     if asked not in (None, count):
         raise UsageError(f"--replicas {asked}: torchrun has started processes for {count}; leave the option out")

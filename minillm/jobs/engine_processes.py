@@ -13,12 +13,12 @@ import threading
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 
+from minillm import system
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Died, Engines, Facts, Task
 from minillm.jobs.placement import place
 from minillm.jobs.rows import Answer, InputRow
 from minillm.progress import OnProgress, Progress, say
-from minillm.system import exit_status, start_module
 
 
 class EngineProcesses(Engines):
@@ -41,8 +41,8 @@ class EngineProcesses(Engines):
             process.wait()
 
     def start(self, number: int) -> None:
-        words = place(number, self.count, self._task.engine)
-        connection, self._processes[number] = start_module("minillm.jobs.engine_processes", words)
+        words = (*place(number, self.count, self._task.engine), *system.PYTHON, "-m", "minillm.jobs.engine_processes")
+        connection, self._processes[number] = system.start_connected(words)
         self._connections[number] = Connection(connection.detach())
         self._send(number, self._task)
 
@@ -57,7 +57,7 @@ class EngineProcesses(Engines):
                 message = self._connections[number].recv()
             except (EOFError, OSError):
                 self._connections[number].close()
-                return number, Died(exit_status(self._processes[number].wait()))
+                return number, Died(system.exit_status(self._processes[number].wait()))
             if isinstance(message, str):
                 say(message)
             elif not isinstance(message, Progress):

@@ -6,7 +6,6 @@ first message of rank 0 is this process's task, as JSON.
 
 import json
 import os
-import socket
 import sys
 from typing import NoReturn
 
@@ -24,6 +23,7 @@ from minillm.parallel.launch import open_store
 from minillm.runner import wire
 from minillm.runner.sharded_blocks import ShardedBlocks
 from minillm.runner.step import StepWork
+from minillm.system import parent_socket
 
 
 def follow(
@@ -56,7 +56,7 @@ def follow(
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection = parent_socket()
     task = json.loads(receive_message(connection))
     follower = Follower(connection, task["directory"])  # first of all: from now on, this process ends with rank 0
     send_message(connection, b"")

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from minillm import system
 from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel import channel
 from minillm.parallel.channel import Leader, RankConnections, RankDied
-from minillm.system import exit_status, start_module
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,8 @@ def lead(model: str, config: EngineConfig, device: torch.device) -> tuple[Ranks,
     directory = tempfile.mkdtemp(prefix="minillm-")
     try:
         for rank in range(1, size):
-            connections[rank], processes[rank] = start_module("minillm.loading.rank", environment=environment)
+            command = (*system.PYTHON, "-m", "minillm.loading.rank")
+            connections[rank], processes[rank] = system.start_connected(command, environment)
             task = {"rank": rank, "local_rank": (device.index or 0) + rank, "directory": directory}
             with contextlib.suppress(OSError):  # the process has already ended, which is noticed below
                 data = json.dumps({**task, "model": model, "config": asdict(config)}).encode()
@@ -91,7 +92,7 @@ def lead(model: str, config: EngineConfig, device: torch.device) -> tuple[Ranks,
             try:
                 channel.receive_message(connection)
             except EOFError:
-                how = exit_status(processes[rank].wait())
+                how = system.exit_status(processes[rank].wait())
                 raise RankDied(f"rank {rank} of {size} ended{how} before it was ready") from None
     except BaseException:
         for process in processes.values():

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from minillm.server.engine_process import Answer
+from minillm.server.client import Answer
 from minillm.server.http.sending import HTTPError
 from minillm.service.call_messages import Completion, Ended, Token
 

@@ -22,8 +22,8 @@ from minillm.server import bodies
 from minillm.server.anthropic.answers import error_at
 from minillm.server.anthropic.routes import count_tokens, create_message
 from minillm.server.bodies import BadField
+from minillm.server.client import EngineDied
 from minillm.server.completions.routes import chat, complete
-from minillm.server.engine_process import EngineDied
 from minillm.server.http.access import Access, AccessRules
 from minillm.server.http.sending import CONTEXT_LENGTH, HTTPError
 from minillm.server.openapi.document import document

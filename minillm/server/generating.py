@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from minillm.errors import UsageError
 from minillm.server.answers import Json, Usage
-from minillm.server.engine_process import Answer, EngineDied
+from minillm.server.client import Answer, EngineDied
 from minillm.server.http.fair_queue import FairQueue, Place, num_slots
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.sending import CONTEXT_LENGTH, HTTPError, body_message, send_json

@@ -10,7 +10,7 @@ import asyncio
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +18,10 @@ import msgspec
 
 from minillm.errors import MinillmError
 from minillm.jobs.placement import place
-from minillm.server.engine_process import COMMAND, Answer, EngineDied, EngineProcess, LoadingEvent
+from minillm.server.client import Answer, CallClient, EngineDied, LoadingEvent
 from minillm.service import call_messages as messages
-from minillm.service.messages import Loaded
+from minillm.service.messages import Load, Loaded
+from minillm.service.process import ENGINE_COMMAND, EngineProcess
 
 MAX_REPLICAS = 64
 _PIECE = 128  # characters or token ids of a prompt that get a key together
@@ -73,6 +74,12 @@ def keys_of(prompt: Any, salt: str | None) -> list[int]:
     return keys
 
 
+def start_engine(number: int, count: int, options: Mapping[str, Any]) -> EngineProcess:
+    """Start the process of engine ``number`` of ``count``. Raises UsageError if ``options`` name one GPU for all."""
+    words = place(number, count, options) if count > 1 else ()
+    return EngineProcess((*words, *ENGINE_COMMAND, "http"))
+
+
 @dataclass
 class Replicas:
     """Several engines that act as one. Create it with `start`.
@@ -85,8 +92,8 @@ class Replicas:
         ended: set when no engine is left and none will be restarted.
     """
 
-    begin: Callable[[int], Awaitable[EngineProcess]]
-    engines: list[EngineProcess] = field(default_factory=list)
+    begin: Callable[[int], Awaitable[CallClient]]
+    engines: list[CallClient] = field(default_factory=list)
     listeners: dict[str, Callable[[Any], object]] = field(default_factory=dict)
     answered: dict[str, Callable[[str], object]] = field(default_factory=dict)
     lost: Callable[[int], object] = lambda number: None
@@ -98,30 +105,20 @@ class Replicas:
 
     @classmethod
     async def start(
-        cls,
-        model: str,
-        options: dict[str, Any],
-        on_loading: Callable[[LoadingEvent], object],
-        count: int,
-        *,
-        wait_warm: bool = False,
+        cls, processes: Sequence[EngineProcess], load: Load, on_loading: Callable[[LoadingEvent], object]
     ) -> Replicas:
-        """Start ``count`` engines. The first one reports the progress of loading to ``on_loading``.
+        """Load a model in ``processes``, which `start_engine` returned. The first one reports the progress."""
 
-        ``wait_warm``: an engine is ready only when its kernels and CUDA graphs for steps of all shapes are prepared.
-        """
-
-        async def begin(number: int) -> EngineProcess:
-            command = (*place(number, count, options), *COMMAND) if count > 1 else COMMAND
-            reports = number == 0 and len(self.engines) == 0  # a restarted engine reports no progress
-            engine = await EngineProcess.start(
-                model, options, on_loading if reports else lambda event: None, command, wait_warm=wait_warm
-            )
+        async def begin(number: int) -> CallClient:
+            is_first = number == len(self.engines)  # a restarted engine needs a new process and reports no progress
+            process = processes[number] if is_first else start_engine(number, len(processes), load.options)
+            reports = is_first and number == 0
+            engine = await CallClient.start(process, load, on_loading if reports else lambda event: None)
             engine.listeners, engine.answered = self.listeners, self.answered
             return engine
 
         self = cls(begin)
-        for number in range(count):
+        for number in range(len(processes)):
             self.engines.append(await begin(number))
         return self
 
@@ -221,8 +218,7 @@ class Replicas:
         for task in self._keeping:
             task.cancel()
         for engine in self.engines:  # first, because ctrl-c cancels the await below, and all processes must end
-            if engine.process.stdin is not None:
-                engine.process.stdin.close()
+            engine.process.close()
         await asyncio.gather(*self._keeping, *(engine.stop() for engine in self.engines), return_exceptions=True)
 
     def send(self, call: messages.SessionCall) -> None:

@@ -8,7 +8,7 @@ import errno
 import resource
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ import uvicorn
 
 from minillm.errors import UsageError
 from minillm.server.app import make_app
-from minillm.server.engine_process import LoadingEvent
+from minillm.server.client import LoadingEvent
 from minillm.server.http.access import AccessRules
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.protocol import BoundedProtocol
 from minillm.server.replicas import Replicas
 from minillm.server.service import Service
+from minillm.service.messages import Load
+from minillm.service.process import EngineProcess
 
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _OTHER_DESCRIPTORS = 100  # number of file descriptors in addition to connections
@@ -39,8 +41,6 @@ class ServerConfig:
         names: names by which clients may call the model; default: the model's own name.
         max_waiting: number of requests that may wait for the engine. Further requests are rejected with status 429.
         grace_seconds: when the server stops, running answers have this many seconds to end.
-        replicas: number of engines, each with its own GPUs.
-        wait_warm: accept requests only once the kernels and CUDA graphs for steps of all shapes are prepared.
     """
 
     host: str = "127.0.0.1"
@@ -49,8 +49,6 @@ class ServerConfig:
     names: tuple[str, ...] = ()
     max_waiting: int = 1024
     grace_seconds: int = 30
-    replicas: int = 1
-    wait_warm: bool = False
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -97,15 +95,15 @@ class FewDescriptors:
 
 async def serve(
     config: ServerConfig,
-    model: str,
-    options: dict[str, Any],
+    processes: Sequence[EngineProcess],
+    load: Load,
     on_loading: Callable[[LoadingEvent], object],
     opened: Callable[[str, Service], object],
 ) -> None:
     """Load the model and serve it until SIGINT or SIGTERM arrives. Then give running answers time to end.
 
     Args:
-        options: options of EngineConfig.
+        processes: processes of engines, which `start_engine` returned.
         on_loading: called with the progress of loading.
         opened: called with the server's address once it accepts requests.
 
@@ -114,7 +112,7 @@ async def serve(
     """
     listening = open_socket(config.host, config.port)
     asyncio.get_running_loop().set_exception_handler(FewDescriptors())
-    engine = await Replicas.start(model, options, on_loading, config.replicas, wait_warm=config.wait_warm)
+    engine = await Replicas.start(processes, load, on_loading)
     try:
         facts = await engine.loaded()
         shared = len(set(config.rules.keys.values())) > 1

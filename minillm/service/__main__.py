@@ -1,7 +1,7 @@
-"""The engine process: reads calls from stdin, writes events to stdout, and runs engine steps in between.
+"""The engine process: reads calls from a socket, writes events to it, and runs engine steps in between.
 
-Its front end is a chat app, which runs ``python -m minillm.service``, or the HTTP process, which adds the argument
-``http``. The process ends when stdin closes, so it never outlives its front end.
+Its front end is a chat app, which runs ``python -m minillm.service SOCKET``, or the HTTP process, which inserts the
+argument ``http``. The process ends when the front end's socket is closed, so it never outlives its front end.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,13 +21,14 @@ from minillm.errors import MinillmError
 from minillm.progress import Progress
 from minillm.service import call_messages, messages
 from minillm.service.messages import Load, LoadFailed, Loading, Message, Notice, Preparing
+from minillm.system import parent_socket
 
 if TYPE_CHECKING:
     from minillm.engine.engine import Engine
 
 Send = Callable[[Message], None]
 _PREPARATION_INTERVAL = 0.5  # seconds
-_UNREAD = 1 << 20  # size of the event pipe in bytes: the engine blocks once the front end leaves this much unread
+_UNREAD = 4 << 20  # bytes: the engine blocks once unread events take this much memory; a small one takes 768 bytes
 
 
 class Inbox:
@@ -67,11 +69,19 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
         send: sends an event to the front end.
         is_app: the front end is a chat app, which sends commands and gets events for apps.
     """
-    first = inbox.first()
-    if not isinstance(first, Load):
-        return 0
     began = time.monotonic()
     try:
+        # These imports take seconds. The front end starts meanwhile.
+        import minillm.loading.engine  # noqa: F401
+        from minillm.engine.driver import Driver
+        from minillm.service.calls import CallDispatcher
+        from minillm.service.engine_requests import EngineRequests
+        from minillm.service.facts import loaded
+        from minillm.service.sessions import Sessions
+
+        first = inbox.first()
+        if not isinstance(first, Load):
+            return 0
         engine, name = _load(first, send, is_app=is_app)
     except MinillmError as error:
         send(LoadFailed(str(error), error.exit_code))
@@ -79,12 +89,6 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
     except Exception as error:
         send(LoadFailed(f"{type(error).__name__}: {error}", 1))
         return 1
-    from minillm.engine.driver import Driver
-    from minillm.service.calls import CallDispatcher
-    from minillm.service.engine_requests import EngineRequests
-    from minillm.service.facts import loaded
-    from minillm.service.sessions import Sessions
-
     driver = Driver(engine)
     requests = EngineRequests(driver, send)
     sessions = Sessions(driver, requests, send)
@@ -148,8 +152,6 @@ class _Preparation:
 
 def _load(load: Load, send: Send, *, is_app: bool) -> tuple[Engine, str]:
     """Load the model. Return the engine and the model's name."""
-    if is_app:
-        send(Loading(Progress("starting", 0, None, "")))
     from minillm.config import EngineConfig
     from minillm.loading.bandwidth import known_rate
     from minillm.loading.device import choose_device
@@ -179,35 +181,27 @@ def _lines(stream: BinaryIO) -> Iterator[Message]:
 def _frames(stream: BinaryIO) -> Iterator[Message]:
     """Yield the calls of the HTTP process. Each call is sent as four bytes with its length, followed by MessagePack."""
     while len(head := stream.read(4)) == 4:
-        yield call_messages.decode_call(stream.read(int.from_bytes(head, "little")))
+        size = int.from_bytes(head, "little")
+        if len(body := stream.read(size)) == size:  # otherwise, the front end was killed
+            yield call_messages.decode_call(body)
 
 
 def _read(calls: Iterator[Message], inbox: Inbox) -> None:
-    for call in calls:
-        inbox.put(call)
+    with contextlib.suppress(ConnectionResetError):  # the front end has ended with unread events
+        for call in calls:
+            inbox.put(call)
     inbox.put(None)
     # The front end has ended. A load or a long step must not keep the process and its memory alive.
     time.sleep(1)
     os._exit(0)
 
 
-def _widen(events: BinaryIO) -> None:
-    """Enlarge the event pipe where the system supports it, so that a busy app does not block the engine for seconds.
-
-    With the usual 64 KiB, two seconds of unread cache updates from a large pool would fill the pipe.
-    """
-    with contextlib.suppress(ImportError, AttributeError, OSError):
-        import fcntl
-
-        fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _UNREAD)
-
-
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end handles ctrl-c
-    is_app = sys.argv[1:] != ["http"]
-    events = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # a stray print must not reach the front end as an event
-    _widen(events)
+    is_app = sys.argv[1] != "http"
+    connection = parent_socket()
+    with contextlib.suppress(OSError):  # more than the system allows
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD)  # a busy app must not block the engine
     encode = messages.encode if is_app else call_messages.encode
     lock = threading.Lock()
 
@@ -215,19 +209,19 @@ def main() -> int:
         data = encode(event)
         with lock:
             try:
-                written = events.write(data) or 0
-                while written < len(data):
-                    written += events.write(data[written:]) or 0
-            except BrokenPipeError:
+                connection.sendall(data)
+            except OSError:  # the front end has ended
                 os._exit(0)
 
     inbox = Inbox()
-    calls = (_lines if is_app else _frames)(sys.stdin.buffer)
+    if is_app:
+        send(Loading(Progress("starting", 0, None, "")))
+    calls = (_lines if is_app else _frames)(connection.makefile("rb"))
     threading.Thread(target=_read, args=(calls, inbox), daemon=True).start()
     code = serve(inbox, send, is_app=is_app)
     if code:
         sys.stderr.flush()
-        os._exit(code)  # the thread holds the lock of stdin, so an orderly exit would abort
+        os._exit(code)  # an orderly exit takes longer; the thread could end the process first, with exit code 0
     return code
 
 

@@ -19,7 +19,7 @@ import httpx
 
 from lib.programs.warm import process_of
 from lib.terminal import children
-from minillm.server.engine_process import Answer
+from minillm.server.client import Answer
 from minillm.service.call_messages import Complete, Ended, Text
 
 ROOT = Path(__file__).resolve().parents[2]

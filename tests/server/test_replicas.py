@@ -24,7 +24,7 @@ from lib.server import ROOT, Server, served
 from lib.torchrun import torchrun
 from minillm.jobs.placement import place
 from minillm.server import replicas
-from minillm.server.engine_process import EngineDied
+from minillm.server.client import EngineDied
 from minillm.server.replicas import PrefixEngines, Replicas, keys_of
 from minillm.service.call_messages import Conversation
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from minillm.engine.driver import Driver
 from minillm.loading.engine import load_engine
 from minillm.outputs import StepReport
 from minillm.progress import Progress
-from minillm.service.client import EngineProcess
+from minillm.service.client import CommandClient
 from minillm.service.conversations import Conversations
 from minillm.service.messages import (
     FILES,
@@ -71,12 +70,12 @@ GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 class Engine:
     """The process, and every event that it has sent."""
 
-    def __init__(self, process: EngineProcess) -> None:
-        self.process = process
+    def __init__(self, client: CommandClient) -> None:
+        self.client = client
         self.events: list[Event] = []
 
     async def listen(self) -> None:
-        async for event in self.process.events():
+        async for event in self.client.events():
             self.events.append(event)
 
     async def wait_for(self, kind: type[Event], count: int = 1) -> Event:
@@ -108,38 +107,29 @@ class Engine:
                 await asyncio.sleep(0.01)
 
     def send(self, command: Command) -> None:
-        self.process.send(command)
+        self.client.send(command)
 
 
 Running = Callable[..., AbstractAsyncContextManager[Engine]]
 
 
 @pytest.fixture
-def engine(engine_command: tuple[str, ...], tmp_path: Path) -> Running:
-    return partial(running_engine, tmp_path / "log", engine_command)
+def engine(engine_command: tuple[str, ...]) -> Running:
+    return partial(running_engine, engine_command)
 
 
 @asynccontextmanager
-async def running_engine(log: Path, command: Sequence[str], model: str, **options: object) -> AsyncIterator[Engine]:
-    process = await EngineProcess.start(log, command)
-    running = Engine(process)
+async def running_engine(command: Sequence[str], model: str, **options: object) -> AsyncIterator[Engine]:
+    client = CommandClient(command)
+    await client.connect()
+    running = Engine(client)
     listening = asyncio.create_task(running.listen())
     running.send(Load(model, {"device": "cpu", "num_blocks": 32, **options}))
     try:
         yield running
     finally:
-        await process.stop()
+        await client.process.stop()
         await listening
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pipes have one size elsewhere")
-async def test_an_app_that_is_busy_for_seconds_does_not_stop_the_engine(engine: Running, tiny_model: Path) -> None:
-    import fcntl
-
-    async with engine(str(tiny_model)) as running:
-        await running.wait_for(Loading)
-        events = running.process._process._transport.get_pipe_transport(1)  # type: ignore[attr-defined]
-        assert fcntl.fcntl(events.get_extra_info("pipe"), fcntl.F_GETPIPE_SZ) >= 1 << 20
 
 
 def question(request: str, text: str, conversation: str = "c", **params: object) -> Generate:

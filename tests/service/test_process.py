@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
+import time
 
 import pytest
 
 from minillm.progress import Progress
 from minillm.service import __main__ as process
 from minillm.service.__main__ import Inbox
+from minillm.service.client import CommandClient
 from minillm.service.messages import (
     Abort,
     Command,
@@ -22,6 +25,10 @@ from minillm.service.messages import (
     decode_event,
     encode,
 )
+from minillm.service.process import ENGINE_COMMAND, EngineProcess
+from minillm.system import start_connected
+
+STARTING = [Loading(Progress("starting", 0, None, ""))]
 
 
 def served(*sent: Command | None) -> tuple[int, list[Message]]:
@@ -45,35 +52,93 @@ def test_an_error_of_the_load_is_one_line_and_the_exit_code(monkeypatch: pytest.
 
 
 def test_the_exit_code_reaches_the_app_while_it_could_still_send() -> None:
-    command = [sys.executable, "-m", "minillm.service"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
-        assert running.stdin is not None
-        assert running.stdout is not None
-        running.stdin.write(encode(Load("/nowhere", {"device": "cpu"})))
-        running.stdin.flush()
-        [first, *_, failed] = map(decode_event, running.stdout.readlines())
+    connection, running = start_connected(ENGINE_COMMAND)
+    with connection, connection.makefile("rb") as events:
+        connection.sendall(encode(Load("/nowhere", {"device": "cpu"})))
+        [first, *_, failed] = map(decode_event, events.readlines())
         assert first == Loading(Progress("starting", 0, None, ""))
         assert isinstance(failed, LoadFailed)
         assert running.wait() == failed.exit_code == 2
 
 
-def test_a_stray_print_does_not_reach_the_app() -> None:
-    code = """
+SCRIPTED = """
+import sys, time
 from minillm.service import __main__ as process
 from minillm.service.messages import Notice
 
 def serve(inbox, send, is_app):
-    print("a stray line", flush=True)
-    send(Notice("an event"))
-    return 3
+    {}
 
 process.serve = serve
-raise SystemExit(process.main())
+sys.exit(process.main())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, stdin=subprocess.DEVNULL, check=False)
-    assert [decode_event(line) for line in done.stdout.splitlines()] == [Notice("an event")]
-    assert b"a stray line" in done.stderr
-    assert done.returncode == 3
+
+
+def scripted(body: str) -> list[str]:
+    """Return the command of an engine process that only runs ``body``, which may call ``send``."""
+    return [sys.executable, "-c", SCRIPTED.format(body)]
+
+
+def test_a_stray_print_does_not_reach_the_app() -> None:
+    command = scripted("print('a stray line', flush=True); send(Notice('an event')); return 3")
+    connection, running = start_connected(command, log=subprocess.PIPE)
+    with connection, connection.makefile("rb") as events, running:
+        assert [decode_event(line) for line in events] == [*STARTING, Notice("an event")]
+        assert running.stdout is not None
+        assert running.stdout.read() == b"a stray line\n"
+    assert running.returncode == 3
+
+
+def test_an_app_that_is_busy_does_not_stop_the_engine() -> None:
+    connection, running = start_connected(scripted("[send(Notice('an event')) for _ in range(400)]; return 0"))
+    with connection:
+        assert running.wait(60) == 0, "although no event was read"
+
+
+def test_the_engine_ends_with_a_front_end_that_was_killed() -> None:
+    """Here it leaves events unread, and the engine is loading a model."""
+    code = "import sys, time; from minillm.system import start_connected\n"
+    code += "started = start_connected(sys.argv[1:]); time.sleep(600)"
+    engine = scripted("print('loading', flush=True); time.sleep(20); print('still running')")
+    with subprocess.Popen([sys.executable, "-c", code, *engine], stderr=subprocess.PIPE) as front_end:
+        assert front_end.stderr is not None
+        assert front_end.stderr.readline() == b"loading\n"
+        front_end.kill()
+        assert front_end.stderr.read() == b"", "the end of both processes"
+
+
+@pytest.mark.anyio
+async def test_an_event_that_cannot_be_handled_does_not_end_the_engine() -> None:
+    taken, over, errors = bytearray(), asyncio.Event(), []
+
+    class Failing(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            taken.extend(data)
+            raise ValueError("a defect")
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            over.set()
+
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context["exception"]))
+    process = EngineProcess(scripted("assert inbox.first(); send(Notice('an event')); return 3"))
+    await process.connect(Failing())
+    while not taken:
+        await asyncio.sleep(0.01)
+    process.write(encode(Drop("a")))
+    await over.wait()
+    assert bytes(taken) == b"".join(map(encode, [*STARTING, Notice("an event")]))
+    assert await process.wait() == 3
+    assert {*map(str, errors)} == {"a defect"}
+
+
+@pytest.mark.anyio
+async def test_the_last_events_are_read_after_a_write_has_failed() -> None:
+    client = CommandClient(scripted("send(Notice('an event')); return 3"))
+    await client.connect()
+    while client.process._process.poll() is None:
+        time.sleep(0.01)  # not asyncio's: the app is busy
+    client.send(Drop("a"))
+    assert [event async for event in client.events()] == [*STARTING, Notice("an event")]
 
 
 def test_calls_that_come_while_the_model_is_loaded_are_carried_out_first() -> None:

@@ -18,8 +18,8 @@ from textual.widgets import Input, OptionList, Static, TextArea
 
 from lib.terminal import PROGRAMS
 from lib.ui import ask, chat, notes, say, screen, seen, until
-from minillm.service.client import EngineProcess
 from minillm.service.messages import Finished, TextDelta
+from minillm.service.process import EngineProcess
 from minillm.ui.bars import KeyBar, StatusBar
 from minillm.ui.chat.answer_view import AnswerView
 from minillm.ui.chat.prompt import PromptInput
@@ -549,13 +549,13 @@ async def test_sizes_that_come_late_do_not_keep_the_app_busy(name: str, monkeypa
 
 
 async def test_the_app_ends_after_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The app waits even for a slow engine: asyncio prints a complaint if a process outlives the event loop."""
+    """The app waits even for a slow engine."""
     stop, codes = EngineProcess.stop, []
 
-    async def slow_stop(engine: EngineProcess) -> None:
+    async def slow_stop(process: EngineProcess) -> None:
         await asyncio.sleep(0.3)
-        await stop(engine)
-        codes.append(engine.exit_code)
+        await stop(process)
+        codes.append(await process.wait())
 
     monkeypatch.setattr(EngineProcess, "stop", slow_stop)
     async with chat() as pilot:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from minillm.server.answers import Json, Usage, event
+from minillm.server.client import Answer
 from minillm.server.completions.formatters import EventWriter
-from minillm.server.engine_process import Answer
 from minillm.server.http.sending import CONTEXT_LENGTH, HTTPError
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
 from minillm.text.safe import parse_strict_json

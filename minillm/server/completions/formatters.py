@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from minillm.server.answers import PING, Json, Usage, chat_logprobs, event, extras, prompt_entry, text_logprobs
-from minillm.server.engine_process import Answer
+from minillm.server.client import Answer
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, Reader, TextPart, ThoughtPart
 from minillm.service.call_messages import Completion, Text, Token
 

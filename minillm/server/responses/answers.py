@@ -14,8 +14,8 @@ from itertools import accumulate, count
 from typing import Any
 
 from minillm.server.answers import Json, Usage, token_logprobs
+from minillm.server.client import Answer
 from minillm.server.completions.formatters import EventWriter
-from minillm.server.engine_process import Answer
 from minillm.server.http.sending import HTTPError
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart, ThoughtPart
 from minillm.service.call_messages import Completion, Text, Token

@@ -1,7 +1,7 @@
-"""Connect a chat app to an engine on another machine: ``python -m minillm.server.sessions.remote URL``.
+"""Connect a chat app to an engine on another machine: ``python -m minillm.server.sessions.remote URL NUMBER``.
 
 The chat app starts this program instead of a local engine process. Both exchange the same messages (`minillm.service`)
-on stdin and stdout, so the app need not know where its engine is. This program passes the messages on through the
+over the socket NUMBER, so the app need not know where its engine is. This program passes the messages on through the
 server's route ``/v1/session``. If the server requires an API key, it is read from ``MINILLM_API_KEY``.
 """
 
@@ -17,12 +17,14 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, BinaryIO, NoReturn
+from io import BufferedIOBase
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from minillm.errors import MinillmError, UsageError
 from minillm.progress import Progress, size
 from minillm.service import messages as chat
+from minillm.system import parent_socket
 from minillm.text.safe import clean_line, parse_json
 
 _CONNECT_SECONDS = 10.0
@@ -115,9 +117,10 @@ def _reason(response: http.client.HTTPResponse) -> str:
 def main() -> None:
     """Connect to the server, then pass on commands and events until either side ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the app handles ctrl-c
-    if not sys.stdin.buffer.readline():  # the first command, which is `Load`
+    stream = parent_socket().makefile("rwb")
+    if not stream.readline():  # the first command, which is `Load`
         return
-    app = App(sys.stdout.buffer)
+    app = App(stream)
     try:
         address = Address.parse(sys.argv[1])
         app.send(chat.Loading(Progress(f"connecting to {address}", 0, None, "")))
@@ -129,7 +132,7 @@ def main() -> None:
     except (MinillmError, ValueError, http.client.HTTPException, OSError) as error:
         app.leave(str(error) if isinstance(error, MinillmError) else f"the server at {sys.argv[1]} runs no minillm")
     commands = Commands(address, session, app)
-    threading.Thread(target=commands.read, args=(sys.stdin.buffer,), daemon=True).start()
+    threading.Thread(target=commands.read, args=(stream,), daemon=True).start()
     threading.Thread(target=commands.run, daemon=True).start()
     try:
         while (line := events.readline(_LONGEST_LINE)).endswith(b"\n"):
@@ -158,7 +161,7 @@ def _session(line: bytes) -> str:
 class App:
     """The app that started this process. Events for the app are written to ``stream``. Any thread may write."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BufferedIOBase) -> None:
         self._stream, self._lock = stream, threading.Lock()
 
     def write(self, line: bytes) -> None:
@@ -172,7 +175,7 @@ class App:
     def leave(self, reason: str) -> NoReturn:
         """Tell the app why the session ends, and end this process at once.
 
-        A normal exit of Python would crash, because another thread is reading stdin.
+        Other threads may be blocked in a read.
         """
         with contextlib.suppress(OSError):
             self.send(chat.LoadFailed(reason, 1))
@@ -189,10 +192,11 @@ class Commands:
         self._later: dict[str, tuple[float, chat.Generate, bytes]] = {}
         self._connection = address.connect(_CONNECT_SECONDS)
 
-    def read(self, stream: BinaryIO) -> None:
+    def read(self, stream: BufferedIOBase) -> None:
         """Queue each line of ``stream``, an encoded command of the app, until the stream ends."""
-        for line in stream:
-            self._lines.put(line)
+        with contextlib.suppress(ConnectionResetError):  # the app has ended with unread events
+            for line in stream:
+                self._lines.put(line)
         self._lines.put(None)
 
     def run(self) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from io import BufferedRWPair
 from itertools import repeat
 
 from msgspec.structs import asdict, replace
@@ -43,6 +44,7 @@ from minillm.service.messages import (
     decode_command,
     encode,
 )
+from minillm.system import parent_socket
 
 HOSTILE = (
     "red \x1b[31mtext\x1b[0m, title \x1b]0;owned\x07, clipboard \x1b]52;c;ZWNobyBvd25lZA==\x07, report \x1b[6n, "
@@ -65,14 +67,15 @@ LOADED = Loaded(
     seconds=0.1,
 )
 
+_stream: BufferedRWPair  # to the app
 _write = threading.Lock()
 _aborted: set[str] = set()
 
 
 def send(event: Event) -> None:
     with _write:
-        sys.stdout.buffer.write(encode(event))
-        sys.stdout.buffer.flush()
+        _stream.write(encode(event))
+        _stream.flush()
 
 
 def picture(owner: str, state: TableState, num_tokens: int) -> None:
@@ -103,7 +106,8 @@ def answer(command: Generate) -> None:
         os._exit(3)
     elif word == "garbage":
         with _write:
-            os.write(1, b"this is no message\n")
+            _stream.write(b"this is no message\n")
+            _stream.flush()
     elif word == "fail":
         send(RequestFailed(name, "the request \x1b[31mbroke"))
     elif word == "full":
@@ -215,8 +219,10 @@ def load(command: Load) -> bool:
 
 
 def main() -> None:
+    global _stream
+    _stream = parent_socket().makefile("rwb")
     log = os.environ.get("FAKE_ENGINE_LOG")
-    for line in sys.stdin.buffer:
+    for line in _stream:
         command = decode_command(line)
         if log:
             with open(log, "a", encoding="utf-8") as file:

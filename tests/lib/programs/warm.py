@@ -37,7 +37,7 @@ address = {address!r}
 asked.connect(address)
 message = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
 streams = [0, 1, 2]
-if sys.argv[1:3] == ["-P", "-m"] and sys.argv[-1].isdigit():
+if sys.argv[-1].isdigit() and (sys.argv[1:3] == ["-P", "-m"] or len(sys.argv) == 2):
     streams.append(int(sys.argv[-1]))
 socket.send_fds(asked, [message], streams)
 for each in streams[3:]:
@@ -123,7 +123,7 @@ def serve(directory: Path, kinds: Sequence[str]) -> None:
 def _answer(asked: socket.socket, run: Run) -> None:
     """Run one command with the streams, the directory and the environment of the program that asks; then exit.
 
-    A module gets the socket whose number is its last argument, under another number.
+    A module, or the scripted engine, gets the socket whose number is its last argument, under another number.
 
     The program passes SIGINT and SIGTERM on, and gets the exit code when temporary files are removed. The interpreter
     is not taken apart: with torch in it, that takes longer than most commands. If the program is killed, so is the
@@ -166,6 +166,7 @@ def scripted_engine(directory: Path) -> Run:
     from lib.programs import fake_engine
 
     def run(arguments: list[str]) -> int:
+        sys.argv = ["fake_engine", *arguments]
         fake_engine.main()
         return 0
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from minillm.server.answers import text_logprobs
+from minillm.server.client import Answer
 from minillm.server.completions.formatters import ChatFormatter, TextFormatter
-from minillm.server.engine_process import Answer
 from minillm.server.parsers.parts import PlainReader
 from minillm.service.call_messages import Began, Completion, Ended, Text, Token
 

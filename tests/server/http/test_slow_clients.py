@@ -15,8 +15,8 @@ from uvicorn.server import ServerState
 from lib.server import Engine
 from minillm.server import generating
 from minillm.server.answers import Frame
+from minillm.server.client import Answer
 from minillm.server.completions.formatters import TextFormatter
-from minillm.server.engine_process import Answer
 from minillm.server.generating import GeneratedResponse, ParsedRequest
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics

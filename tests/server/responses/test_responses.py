@@ -17,8 +17,8 @@ import pytest
 from pydantic import BaseModel
 
 from lib.server import Server, served
-from minillm.server import engine_process
 from minillm.server.bodies import BadField
+from minillm.server.client import Answer as RunningAnswer
 from minillm.server.http.sending import HTTPError
 from minillm.server.parsers.parts import PlainReader
 from minillm.server.parsers.thoughts import ThoughtReader
@@ -333,7 +333,7 @@ def test_logprobs_are_of_the_message_also_after_bytes_that_are_no_text(num_texts
     tokens = [Token(number, "", raw, -1.0) for number, raw in enumerate(thought + message)]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     writer = ResponseWriter(lambda opened: ThoughtReader(PlainReader(), opened=opened), {"id": "resp_1"})
-    writer.first(0, 0, engine_process.Answer("1", news=asyncio.Event()))
+    writer.first(0, 0, RunningAnswer("1", news=asyncio.Event()))
     step = len(tokens) // num_texts
     for start in range(0, len(tokens), step):
         new = tokens[start : start + step]

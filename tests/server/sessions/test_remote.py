@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import http.server
 import json
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
 
-from lib.server import ROOT, Server, served
+from lib.server import Server, served
 from minillm.errors import UsageError
 from minillm.server.sessions.remote import Address
 from minillm.service import messages as chat
+from minillm.system import start_connected
 
 
 @dataclass
 class App:
     """The app's end of the bridge."""
 
+    connection: socket.socket
     process: subprocess.Popen[bytes]
     events: list[chat.Event] = field(default_factory=list)
 
     def send(self, command: chat.Command) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(chat.encode(command))
-        self.process.stdin.flush()
+        self.connection.sendall(chat.encode(command))
 
     def wait_for(self, kind: type, count: int = 1) -> list[chat.Event]:
         deadline = time.monotonic() + 60
@@ -50,14 +51,13 @@ class App:
 @contextmanager
 def bridge(url: str) -> Iterator[App]:
     command = [sys.executable, "-m", "minillm.server.sessions.remote", url]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe)
-    app = App(process)
+    connection, process = start_connected(command, log=subprocess.PIPE)
+    app = App(connection, process)
 
     def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            app.events.append(chat.decode_event(line))
+        with suppress(ConnectionResetError):
+            for line in connection.makefile("rb"):
+                app.events.append(chat.decode_event(line))
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -65,8 +65,7 @@ def bridge(url: str) -> Iterator[App]:
     try:
         yield app
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
+        connection.shutdown(socket.SHUT_RDWR)
         process.wait(60)
         reader.join(5)
 

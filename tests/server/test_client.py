@@ -1,10 +1,10 @@
-"""Test the events of the engine's process, as they arrive through a pipe."""
+"""Test the events of the engine's process, as they arrive through a socket."""
 
 from __future__ import annotations
 
 import pytest
 
-from minillm.server.engine_process import EventProtocol
+from minillm.server.client import EventProtocol
 from minillm.service.call_messages import AnyEvent, Ended, Result, Text, Texts, encode
 
 pytestmark = pytest.mark.anyio
@@ -18,16 +18,13 @@ EVENTS: list[AnyEvent] = [
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 1000, 1 << 20])
-async def test_events_come_whole_and_in_order_however_the_pipe_cuts_them(size: int) -> None:
+async def test_events_come_whole_and_in_order_however_the_socket_cuts_them(size: int) -> None:
     taken: list[AnyEvent] = []
     protocol = EventProtocol(taken.append)
     data = b"".join(map(encode, EVENTS))
     for start in range(0, len(data), size):
         protocol.data_received(data[start : start + size])
     assert taken == EVENTS
-    assert not protocol.over.done()
-    protocol.connection_lost(None)
-    assert protocol.over.done()
 
 
 async def test_an_event_is_taken_as_soon_as_it_is_there() -> None:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from minillm.errors import ContextLengthError, MinillmError, UsageError
 from minillm.service import call_messages as messages
-from minillm.service.client import ENGINE_COMMAND
 from minillm.service.messages import Abort, Load, Loaded, LoadFailed, Loading, Notice, Preparing, RequestFailed
-from minillm.system import child_environment
+from minillm.service.process import EngineProcess
 
-COMMAND = (*ENGINE_COMMAND, "http")
-_KEY_VARIABLE = "MINILLM_API_KEY"
 _PING_SECONDS = 2.0
 _SILENT_SECONDS = 10.0  # a process without an answer for this long is reported as not responding
 _STEP_SECONDS = 120.0  # a step that takes this long is considered hung; on a slow CPU, a step takes some seconds
-
 
 LoadingEvent = Loading | Notice | LoadFailed
 """The progress of loading, or its failure."""
@@ -63,19 +58,15 @@ class Answer:
 
 
 class EventProtocol(asyncio.Protocol):
-    """Splits the bytes from a pipe into events, and passes each event to ``take`` at once.
+    """Splits the bytes from a socket into events, and passes each event to ``take`` at once.
 
     An asyncio stream would need a task that reads it. Then each token would reach its client one iteration of the event
     loop later.
-
-    Attributes:
-        over: a future that is done when the pipe has ended.
     """
 
     def __init__(self, take: Callable[[messages.AnyEvent], object]) -> None:
         self._take = take
         self._data = bytearray()
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
         self._data += data
@@ -84,16 +75,12 @@ class EventProtocol(asyncio.Protocol):
             del self._data[:end]  # before the event is handled: an event that fails must not be read again
             self._take(messages.decode_event(body))
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.over.done():
-            self.over.set_result(None)
-
 
 @dataclass
-class EngineProcess:
-    """A running engine process, with the answers and callbacks that receive its events. Create it with `start`."""
+class CallClient:
+    """Sends calls to an engine process, and passes the events to answers and callbacks. Create it with `start`."""
 
-    process: asyncio.subprocess.Process
+    process: EngineProcess
     on_loading: Callable[[LoadingEvent], object] = lambda event: None  # called with the progress of loading
     ready: asyncio.Future[Loaded] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     answers: dict[str, Answer] = field(default_factory=dict)
@@ -110,43 +97,22 @@ class EngineProcess:
 
     @classmethod
     async def start(
-        cls,
-        model: str,
-        options: dict[str, Any],
-        on_loading: Callable[[LoadingEvent], object] = lambda event: None,
-        command: Sequence[str] = COMMAND,
-        *,
-        wait_warm: bool = False,
-    ) -> EngineProcess:
-        """Start the process. The future ``ready`` is done once the model is loaded.
+        cls, process: EngineProcess, load: Load, on_loading: Callable[[LoadingEvent], object]
+    ) -> CallClient:
+        """Connect with the process and load a model. The future ``ready`` is done once the model is loaded.
 
-        With ``wait_warm``, ``ready`` also waits until the kernels and CUDA graphs for steps of all shapes are prepared.
-        The new process writes errors to this process's stderr. ``on_loading`` is called with the progress of loading.
+        With ``load.wait_warm``, ``ready`` also waits until the kernels and CUDA graphs for steps of all shapes are
+        prepared. ``on_loading`` is called with the progress of loading.
         """
-        environment = child_environment()
-        environment.pop(_KEY_VARIABLE, None)  # the engine needs no key
-        ours, its = os.pipe()
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command, env=environment, stdin=asyncio.subprocess.PIPE, stdout=its, start_new_session=True
-            )
-        except BaseException:
-            os.close(ours)
-            raise
-        finally:
-            os.close(its)
         engine = cls(process, on_loading)
-        engine.send(Load(model, options, wait_warm))
-        events = os.fdopen(ours, "rb", buffering=0)
-        _, protocol = await asyncio.get_running_loop().connect_read_pipe(lambda: EventProtocol(engine._take), events)
-        engine.watching = asyncio.create_task(engine._watch(protocol))  # type: ignore[attr-defined]
+        await process.connect(EventProtocol(engine._take))
+        engine.send(load)
+        engine.watching = asyncio.create_task(engine._watch())  # type: ignore[attr-defined]
         return engine
 
     def send(self, call: messages.AnyCall) -> None:
         """Send a call. It is lost if the process has ended. Raises UsageError for a value that cannot be encoded."""
-        assert self.process.stdin is not None
-        if not self.process.stdin.is_closing():
-            self.process.stdin.write(messages.encode(call))
+        self.process.write(messages.encode(call))
 
     @property
     def trouble(self) -> str:
@@ -206,20 +172,12 @@ class EngineProcess:
             self._results.pop(call_id, None)
 
     async def stop(self) -> None:
-        """Stop the process: close its stdin, and kill it if it does not end soon."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            await asyncio.wait_for(self.process.wait(), 2)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
-            await self.process.wait()
+        """Stop the process, and wait until all running answers have ended."""
+        await self.process.stop(2.0)
         await self.ended.wait()
 
-    async def _watch(self, events: EventProtocol) -> None:
+    async def _watch(self) -> None:
         """Wait for the end of the process. Then end all running answers and pending calls with an error."""
-        await events.over
         code = await self.process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
         self.failure = self.failure or EngineDied(f"the engine's process {how}")
