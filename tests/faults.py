@@ -44,6 +44,7 @@ HISTORIES = BLOCKS + "test_twenty_thousand_operations_with_prefix_hits_collision
 PREFIXES = "tests/engine/test_prefix_cache.py::"
 BLOCK_FILES = "tests/blockstore/test_files.py::"
 DISK_TIER = "tests/blockstore/test_tier.py::"
+DISK_CACHE = "tests/engine/test_disk_cache.py::"
 ENGINE = "tests/engine/test_engine.py::"
 CONSTRAINED = "tests/grammar/test_constrained.py::"
 ANYHOW = ENGINE + "test_batch_chunks_and_preemption_change_nothing[4-params2]"  # n = 3
@@ -90,7 +91,7 @@ SLOW_CLIENTS = "tests/server/http/test_slow_clients.py::"
 LANES = "tests/kernels/test_lanes.py::"
 EIGHT_BITS = "tests/engine/test_kv_in_8_bits.py::"
 EIGHT_BITS_WRITTEN = "tests/kernels/cache/test_rotary.py::test_rows_are_rounded_as_the_reference_rounds_them"
-GUESSES = "tests/speculation/test_speculation.py::"
+SPECULATION = "tests/speculation/test_speculation.py::"
 DRAFTS = "tests/speculation/test_drafts.py::"
 TOKEN_ROWS = "tests/runner/test_token_rows.py"
 KNOWN_DRAFTS = DRAFTS + "test_what_is_known_of_a_draft_is_so"
@@ -145,7 +146,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/cache/free_blocks.py": [
         ("not-merged-with-the-run-before", "FreeBlocks.put", "BoolOp 0.values[0]", "$ > 1",
          BLOCKS + "test_runs_join_in_whatever_order_blocks_come_back"),
-        ("not-merged-with-the-run-behind", "FreeBlocks.put", "BinOp 2", "$left + 2",
+        ("not-merged-with-the-next-run", "FreeBlocks.put", "BinOp 2", "$left + 2",
          BLOCKS + "test_runs_join_in_whatever_order_blocks_come_back"),
         ("new-sequence-at-the-edge-of-a-run", "FreeBlocks.take", "AugAssign 1.value.args[1]", "$left",
          BLOCKS + "test_growing_sequences_stay_in_one_run_while_the_pool_is_wide"),
@@ -182,7 +183,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "minillm/runner/pool_blocks.py": [
         ("nan-saved", "PoolBlocks._checked", "return None", "pass",
-         "tests/engine/test_disk_cache.py::test_nan_never_reaches_the_disk"),
+         DISK_CACHE + "test_nan_never_reaches_the_disk"),
     ],
     "minillm/runner/sharded_blocks.py": [
         ("rank-0s-part-on-all-ranks", "ShardedBlocks._take_part", "self._ranks.rank", "0",
@@ -192,9 +193,9 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "minillm/engine/disk_reads.py": [
         ("blocks-of-a-read-kept-for-ever", "DiskReads.release", "self.idle.release(sequence)", "pass",
-         "tests/engine/test_disk_cache.py::test_a_damaged_block_ends_the_part_that_is_read"),
+         DISK_CACHE + "test_a_damaged_block_ends_the_part_that_is_read"),
         ("damaged-block-taken", "DiskReads._finish", "min(whole, len(sequence.token_ids))", "len(sequence.token_ids)",
-         "tests/engine/test_disk_cache.py::test_a_damaged_block_ends_the_part_that_is_read"),
+         DISK_CACHE + "test_a_damaged_block_ends_the_part_that_is_read"),
     ],
     "minillm/cache/prefix_cache.py": [
         ("found-whatever-comes-before", "PrefixCache.add", "Tuple 0", "(None, $elts[1])",
@@ -212,13 +213,13 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("shared-host-block-freed-early", "SwapSpace._release", "UnaryOp 0", "True", HISTORIES),
         ("saved-longer-than-computed", "SwapSpace.swap_out", "For 0.body[2].value.args[2]", "table.num_tokens",
          HISTORIES),
-        ("copy-behind-a-return-forgotten", "SwapSpace.blocks_needed", "BinOp 0", "$left",
+        ("copy-after-swap-in-forgotten", "SwapSpace.blocks_needed", "BinOp 0", "$left",
          "= it is a margin: the longest table comes first, so none is copied on its return, and `bring_back` asks for "
          "two blocks more for each sequence"),
     ],
     # --- scheduling ---------------------------------------------------------------------------------------------------
     "minillm/engine/scheduler.py": [
-        ("scored-tokens-come-from-the-cache", "Scheduler._admit", "Call 2", "$args[0]", SCORES),
+        ("scored-tokens-come-from-the-cache", "Scheduler._admit", "Call 3", "$args[0]", SCORES),
         ("one-sequence-too-many", "Scheduler.num_free_seqs", "Attribute 0", "$ + 1",
          ENGINE + "test_a_step_keeps_to_its_budget_and_its_seats"),
         ("one-token-too-many", "Scheduler._budget", "Attribute 0", "$ + 1",
@@ -243,11 +244,13 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          SWAPPED_BEAMS),
         ("preempted-group-goes-on-with-its-prompt", "Scheduler._prefill", "BoolOp 0", "$values[0] and $values[2]",
          FAILURES + "test_aborts_at_every_step_give_every_block_back[False]", AHEAD + "[0]"),
-        ("admitted-one-block-too-early", "Scheduler._admit", "BoolOp 1.values[0].comparators[0]", "$ + 1",
+        ("admitted-one-block-too-early", "Scheduler._admit", "BoolOp 3.values[0].comparators[0]", "$ + 1",
          ENGINE + "test_a_prompt_that_lacks_one_block_waits"),
         ("cached-blocks-counted-twice", "Scheduler._admit", "While 0.body[4]",
          "$targets[0] = $value.body if $value.test else len(cached.blocks)",
          PREFIXES + "test_cached_blocks_of_a_prompt_are_no_room_for_it"),
+        ("blocks-of-a-read-counted-as-free", "Scheduler._admit", "or is_reading", "",
+         DISK_CACHE + "test_a_saved_prompt_waits_for_the_blocks_of_a_read"),
         ("saved-group-comes-back-in-part", "Scheduler._admit_waiting", "IfExp 1", "1",
          ENGINE + "test_a_saved_group_comes_back_as_a_whole"),
     ],
@@ -259,7 +262,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("next-token-needs-no-block", "blocks_to_finish_prompt", "UnaryOp 1", "-$operand.left",
          "tests/engine/test_admission.py"),
         ("peak-of-the-last-only", "peak_fits", "BinOp 3", "$right", "tests/engine/test_admission.py"),
-        ("pinned-blocks-are-room", "peak_fits", "Compare 2.comparators[0]", "$left", "tests/engine/test_admission.py"),
+        ("pinned-blocks-counted-as-free", "peak_fits", "Compare 2.comparators[0]", "$left",
+         "tests/engine/test_admission.py"),
         ("promise-counts-what-is-held", "blocks_promised", "BinOp 1", "$left", "tests/engine/test_admission.py"),
         ("prompt-fills-the-context", "check_prompt", "BinOp 1", "$left",
          ENGINE + "test_prompts_at_the_edge_of_the_context"),
@@ -292,17 +296,17 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("samples-begin-again-with-the-prompt", "_stage_of", "Compare 1", "$left > $comparators[0]", ABORTS,
          AHEAD + "[0]"),
         ("host-blocks-leak", "Preemption.free", "Expr 2", "pass", ABORTS),
-        ("returns-without-room", "Preemption.bring_back", "BinOp 2", "returning", ABORTS, AHEAD + "[0]"),
+        ("swapped-in-without-free-blocks", "Preemption.bring_back", "+ unsaved", "",
+         DISK_CACHE + "test_a_saved_prompt_waits_for_the_blocks_of_a_read"),
     ],
     # --- the engine ---------------------------------------------------------------------------------------------------
     "minillm/engine/requests.py": [
         ("aborted-request-keeps-its-blocks", "Requests.end", "Expr 3", "pass",
          ENGINE + "test_abort_at_any_step_returns_every_block"),
-        ("failed-request-keeps-its-blocks", "Requests.end_sequence", "BoolOp 1", "$values[0] and $values[1]", ANY_CALL),
+        ("failed-request-kept-on-disk", "Requests.end_sequence", "BoolOp 0", "$values[0]",
+         DISK_CACHE + "test_a_failed_request_leaves_no_partly_filled_block"),
         ("output-twice", "Requests.take", "Call 1", "$func.value[$args[0]]",
          ENGINE + "test_sample_i_is_the_same_for_any_n"),
-        ("failed-request-fills-the-cache", "Requests.end_sequence", "BoolOp 0", "$values[0]",
-         "= by then `commit` has seen every full block of the known tokens, and begins behind them"),
         ("fork-computed-too-far", "Requests.fork", "Call 2", "$args[1]",
          "tests/engine/test_branch.py::test_what_is_rolled_back_holds_no_block"),
         ("just-beyond-the-trained-context", "Requests.salt_for", "Attribute 1", "$ + 1", DYNAMIC),
@@ -334,37 +338,38 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          METHODS + "test_generate_returns_the_other_prompts_results"),
     ],
     "minillm/speculation/method.py": [
-        ("guess-drawn-at-its-first-place", "_rows", "Assign 2",
+        ("draft-token-drawn-at-its-first-position", "_rows", "Assign 2",
          "$targets[0] = [*sequence.token_ids] if $value.test else []",
-         GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
-        ("what-fails-behind-a-guess-fails-the-request", "_rows", "IfExp 2", "$body.args[0]",
-         GUESSES + "test_what_would_fail_behind_a_wrong_guess_fails_nothing"),
-        ("guesses-drawn-with-one-noise", "_rows", "BinOp 1", "$left",
-         GUESSES + "test_tokens_are_the_same_whatever_the_options"),
-        ("guess-kept-though-wrong", "Verification._go_on", "Compare 2", "$comparators[0] is None",
-         GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
-        ("wrong-guesses-keep-their-blocks", "Verification._go_on", "Expr 3", "pass",
-         GUESSES + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
-        ("right-guesses-not-counted-as-computed", "Verification._go_on", "AugAssign 0.value", "0",
-         GUESSES + "test_right_guesses_come_several_at_a_step"),
-        ("an-end-among-guesses-missed", "Verification._go_on", "BoolOp 1", "$values[1]",
-         GUESSES + "test_an_answer_ends_at_any_of_the_guesses"),
+         SPECULATION + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
+        ("failure-after-a-draft-token-fails-the-request", "_rows", "IfExp 2", "$body.args[0]",
+         SPECULATION + "test_what_would_fail_behind_a_wrong_guess_fails_nothing"),
+        ("draft-tokens-drawn-with-one-noise", "_rows", "BinOp 1", "$left",
+         SPECULATION + "test_tokens_are_the_same_whatever_the_options"),
+        ("rejected-draft-token-kept", "Verification._go_on", "Compare 2", "$comparators[0] is None",
+         SPECULATION + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
+        ("rejected-draft-tokens-keep-their-blocks", "Verification._go_on", "Expr 3", "pass",
+         SPECULATION + "test_wrong_guesses_are_never_found_in_the_prefix_cache"),
+        ("accepted-draft-tokens-not-counted-as-computed", "Verification._go_on", "AugAssign 0.value", "0",
+         SPECULATION + "test_right_guesses_come_several_at_a_step"),
+        ("end-among-draft-tokens-missed", "Verification._go_on", "BoolOp 1", "$values[1]",
+         SPECULATION + "test_an_answer_ends_at_any_of_the_guesses"),
     ],
     "minillm/speculation/drafts.py": [
-        ("guesses-beyond-the-answer", "Drafts.chunk", "BinOp 0", "self.draft_length(sequence).count",
-         GUESSES + "test_right_guesses_are_not_made_beyond_the_answer"),
+        ("draft-tokens-beyond-the-answer", "Drafts.chunk", "BinOp 0", "self.draft_length(sequence).count",
+         SPECULATION + "test_right_guesses_are_not_made_beyond_the_answer"),
         ("every-lookup-is-waited-for", "LookupDrafts.expects", "Compare 0", "False",
-         GUESSES + "test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups"),
+         SPECULATION + "test_a_text_that_repeats_nothing_is_computed_ahead_of_its_lookups"),
     ],
     "minillm/runner/device/token_rows.py": [
-        ("guesses-at-one-position", "TokenRows.write", "For 0.body[4].value", "$args[0]", KNOWN_DRAFTS, TOKEN_ROWS),
+        ("draft-tokens-at-one-position", "TokenRows.write", "For 0.body[4].value", "$args[0]", KNOWN_DRAFTS,
+         TOKEN_ROWS),
         ("padding-writes", "TokenRows.write", "Assign 11", "pass", TOKEN_ROWS),
     ],
     "minillm/speculation/draft_length.py": [
         ("never-resumed", "LookupDraftLength.resumes", "Compare 0", "num_tries < 0",
-         GUESSES + "test_a_guess_is_tried_again_where_a_text_has_parted_from_what_it_repeats"),
-        ("no-pause-where-guesses-are-wrong", "LookupDraftLength.update", "Compare 1", "$left < -1000000000.0",
-         GUESSES + "test_guesses_that_are_wrong_become_rare_and_right_ones_longer"),
+         SPECULATION + "test_a_guess_is_tried_again_where_a_text_has_parted_from_what_it_repeats"),
+        ("no-pause-after-rejected-draft-tokens", "LookupDraftLength.update", "Compare 1", "$left < -1000000000.0",
+         SPECULATION + "test_guesses_that_are_wrong_become_rare_and_right_ones_longer"),
         ("what-cannot-pay-is-tried", "ModelDraftLength.__post_init__", "Compare 0", "$left < 0",
          DRAFTS + "test_what_cannot_pay_is_not_begun"),
         ("no-pause-where-drafts-are-wrong", "ModelDraftLength.update", "Compare 0", "True",
@@ -380,22 +385,22 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     ],
     "minillm/speculation/drafter.py": [
         ("drafts-stay-where-blocks-move", "Drafter.prepare", "Expr 1", "pass", KNOWN_DRAFTS),
-        ("guess-that-is-no-token", "Drafter._propose", "For 2.body[2]", "$targets[0] = tuple(drafted)",
+        ("draft-that-is-no-token", "Drafter._propose", "For 2.body[2]", "$targets[0] = tuple(drafted)",
          DRAFTS + "test_another_number_of_ids_does_no_harm"),
         ("drafts-drawn-with-other-noise", "Drafter._sequence", "Call 1",
          "$func($args[0], $args[1], $args[2], $args[3])", DRAFTS + "test_right_guesses_become_many"),
         ("whole-prompt-drafted-at-once", "Drafter._unseen", "Call 2", "$args[0]",
          DRAFTS + "test_a_long_prompt_is_drafted_in_pieces"),
-        ("guesses-behind-an-end", "_Draft.goes_on", "BoolOp 0", "$values[0]",
+        ("draft-tokens-after-an-end", "_Draft.goes_on", "BoolOp 0", "$values[0]",
          DRAFTS + "test_nothing_is_guessed_behind_an_end"),
     ],
     "minillm/speculation/lookup.py": [
         ("shortest-match-taken", "Occurrences.source", "Compare 3", "$left >= 0",
-         GUESSES + "test_the_index_finds_what_a_scan_finds"),
+         SPECULATION + "test_the_index_finds_what_a_scan_finds"),
         ("repetition-not-followed", "Source.tokens", "BoolOp 0", "False",
-         GUESSES + "test_a_text_that_repeats_itself_goes_on_so"),
+         SPECULATION + "test_a_text_that_repeats_itself_goes_on_so"),
         ("a-place-is-tried-once", "Source.part", "BoolOp 0", "True",
-         GUESSES + "test_a_text_may_go_on_with_what_it_has_parted_from"),
+         SPECULATION + "test_a_text_may_go_on_with_what_it_has_parted_from"),
     ],
     "minillm/text/reasoning_budget.py": [
         ("thought-of-one-token-more", "ReasoningPosition._push", "Compare 4", "$left > $comparators[0]",
@@ -421,7 +426,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ENGINE + "test_prompts_at_the_edge_of_the_context"),
         ("wasted-step", "Samples.due", "Compare 2", "$left > $comparators[0]",
          ROWS + "test_the_next_step_is_launched_before_the_host_has_seen_this_one"),
-        ("token-behind-the-end", "PendingDraws.conclude", "Compare 0", "False", AHEAD + "[0]"),
+        ("token-after-the-end", "PendingDraws.conclude", "Compare 0", "False", AHEAD + "[1]"),
         ("logprobs-do-not-add-up", "Samples.append", "AugAssign 0", "$target = $value",
          ENGINE + "test_log_probabilities_are_the_models_own"),
     ],
@@ -557,8 +562,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/runner/device/rows.py": [
         ("plan-for-ever", "Rows._plan", "AugAssign 0", "pass",
          ROWS + "test_a_plan_is_made_anew_when_own_tokens_have_doubled"),
-        ("rows-trusted-behind-guesses", "Rows.outdate", "Assign 0", "pass",
-         GUESSES + "test_tokens_are_the_same_whatever_the_options"),
+        ("rows-trusted-after-draft-tokens", "Rows.outdate", "Assign 0", "pass",
+         SPECULATION + "test_tokens_are_the_same_whatever_the_options"),
         ("tables-too-narrow", "Rows._rows_of", "For 0.body[14].value", "$args[1] - 9",
          ROWS + "test_tables_are_as_wide_as_the_longest_context_asks"),
         ("row-of-an-old-table", "Rows._rows_of", "Compare 2", "$left is None", AHEAD + "[0]", AHEAD + "[1]",
@@ -596,7 +601,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("kv8-copies-without-scales", "HostPool.carry_out", "For 0.iter", "$[:1]",
          EIGHT_BITS + "test_load_changes_no_token[samples-False]"),
         ("single-copy-not-made", "HostPool.carry_out", "If 0.test", "len($) > 1", ANYHOW, SWAPPED_BEAMS),
-        ("kv8-scales-stay-behind", "HostPool.__init__", "Attribute 2", "$[:1]",
+        ("kv8-scales-not-moved", "HostPool.__init__", "Attribute 2", "$[:1]",
          EIGHT_BITS + "test_blocks_go_to_the_host_and_back_with_their_scales"),
         ("run-of-blocks-saved-in-part", "HostPool.save", "Expr 3",
          "pool[host:host + 1].copy_(staging[first:first + 1], non_blocking=True)", SWAPPED_BEAMS),
@@ -604,7 +609,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/runner/device/prompts.py": [
         ("padding-is-written", "ShortPrompts._fill", "UnaryOp 0", "0", SHORT_PROMPTS + "test_padding_changes_nothing",
          SHORT_PROMPTS + "test_graphs_are_recorded_while_nobody_waits"),
-        ("short-prompts-with-guesses", "ShortPrompts.takes", "BoolOp 1", "$values[1]",
+        ("short-prompts-with-draft-tokens", "ShortPrompts.takes", "BoolOp 1", "$values[1]",
          SHORT_PROMPTS + "test_only_short_steps_of_prompts_come_here"),
     ],
     "minillm/runner/device/graphs.py": [
@@ -630,7 +635,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/runner/device/runner.py": [
         ("short-memory-ends-the-engine", "DeviceRunner.prepare_ahead", "ExceptHandler 0.type", "ZeroDivisionError",
          SHORT_PROMPTS + "test_memory_that_is_short_leaves_prompts_as_they_are"),
-        ("guesses-without-a-graph", "DeviceRunner.work_for", "Call 0", "False",
+        ("draft-tokens-without-a-graph", "DeviceRunner.work_for", "Call 0", "False",
          DRAFTS + "test_on_the_device_guesses_are_computed_as_if_they_decoded"),
     ],
     # --- ranks --------------------------------------------------------------------------------------------------------
@@ -781,7 +786,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          ATTEND_ADD + "test_the_sum_is_that_of_float64"),
         ("attended-token-of-another-eight", "_merge_splits_kernel", "seq % 8", "seq % 4",
          ATTEND_ADD + "test_the_sum_is_that_of_float64"),
-        ("attended-behind-the-last-head", "attention_to_float16", "BoolOp 0", "$values[0]",
+        ("attended-after-the-last-head", "attention_to_float16", "BoolOp 0", "$values[0]",
          ATTEND_ADD + "test_what_is_handed_over"),
         ("kv8-scores-unscaled", "attend_tile", "If 1.body[0]", "pass",
          KERNELS + "attention/test_decode_attention.py::test_paged_attention_at_the_edges_of_blocks"),
@@ -878,7 +883,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          LANES + "test_tiles_outweigh_others_however_far"),
         ("node-block-of-another-tile", "_ids", "BinOp 1", "$left // TOKENS",
          LANES + "test_nodes_in_8_bits_of_any_length"),
-        ("node-behind-the-table", "_ids", "Call 1", "$args[0]", LANES + "test_nodes_in_8_bits_of_any_length"),
+        ("node-after-the-table", "_ids", "Call 1", "$args[0]", LANES + "test_nodes_in_8_bits_of_any_length"),
     ],
     "kernels/attention/int8_prefill.py": [
         ("context-beyond-the-scratch", "_stage_kernel", "Compare 3.left", "$left",
@@ -1279,6 +1284,10 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          "tests/ui/test_long_conversation.py::test_a_turn_that_is_brought_stays_where_the_reader_scrolls_meanwhile"),
         ("settled-before-a-layout", "LongList._settle", "BoolOp 0", "$values[0]",
          "tests/ui/test_long_conversation.py::test_a_turn_that_is_brought_is_in_sight_where_its_layout_comes_late"),
+    ],
+    "ui/demo.py": [
+        ("demo-with-draft-tokens", "", '"speculate": "off"', '"speculate": "lookup"',
+         "tests/ui/test_real_engine.py::test_the_tour_shows_all_that_it_promises"),
     ],
     "ui/chat/tour.py": [
         ("question-not-waited-for", "_play", "Expr 6", "pass",

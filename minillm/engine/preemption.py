@@ -38,12 +38,12 @@ class Preemption:
         else:
             self.start_over(group)
 
-    def bring_back(self, group: SequenceGroup, promised: int, running: bool, schedule: Schedule) -> bool:
+    def bring_back(self, group: SequenceGroup, promised: int, may_wait: bool, schedule: Schedule) -> bool:
         """Swap a group in from host memory, if the pool has enough free blocks for it and its next tokens.
 
         Args:
             promised: blocks that running groups still need for their prompts.
-            running: whether any group runs, so that blocks will become free.
+            may_wait: whether blocks will become free, because a group runs or a prompt is being read from disk.
 
         Returns:
             True if the group was restored. If False, the group's stage says why: it is still SAVED if the group must
@@ -56,7 +56,7 @@ class Preemption:
         while returning + 2 * len(seq_ids) + unsaved + promised > self.cache.num_free:
             if self.idle.evict():
                 continue
-            if running:
+            if may_wait:
                 return False
             if returning + len(seq_ids) <= self.cache.num_free:
                 break  # no block will become free, and the group may need fewer than this upper bound

@@ -173,10 +173,10 @@ class Requests:
     def end_sequence(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
         """End a sequence. Free its blocks, or make it an idle sequence if the request has ``hold`` set."""
         sequence.finish_reason = reason
-        table = sequence.table
-        if table is not None and group.error is None:
+        is_sound = sequence.table is not None and group.error is None
+        if is_sound:
             self.commit(group, sequence, sequence.num_computed)
-        if group.hold and table is not None and group.error is None:
+        if is_sound and group.hold:
             self.scheduler.idle.keep_ended(sequence, self.new_seq_id)
             if self.disk is not None and group.owner:
                 kept = sequence.token_ids[: sequence.num_computed]

@@ -203,7 +203,8 @@ class Scheduler:
         ``promised``: free blocks that running groups still need.
         """
         if group.stage is Stage.SAVED:
-            if self.preemption.bring_back(group, promised, bool(self.running), schedule):
+            is_reading = self.disk_reads is not None and bool(self.disk_reads.active)
+            if self.preemption.bring_back(group, promised, bool(self.running) or is_reading, schedule):
                 return True
             if group.stage is Stage.SAVED:
                 return False

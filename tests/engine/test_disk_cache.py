@@ -151,6 +151,35 @@ def test_others_go_on_while_a_prompt_is_read(model: Llama, tmp_path: Path, monke
         same(engine.take_finished()[0], expected)
 
 
+def test_a_saved_prompt_waits_for_the_blocks_of_a_read(
+    model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt begins with pinned blocks. Once it is saved in host memory, it needs blocks of its own instead."""
+    prompt = [9] * 40 + [7] * 70
+    with process(model, tmp_path) as engine:
+        answer(engine, PROMPT)
+        expected = answer(engine, prompt, owner="")
+    sizes: dict[str, Any] = {"num_blocks": 45, "host_blocks": 40, "max_num_batched_tokens": 32}
+    with process(model, tmp_path, **sizes, admission="optimistic") as engine:
+        pinned = engine.add_request("pinned", prompt[:41], SamplingParams(max_tokens=1), hold=True).sequences[0]
+        while engine.has_work:
+            engine.step()
+        idle_sequences.pin(Driver(engine), pinned)
+        for name, each in (("read", PROMPT), ("first", [8] * 23), ("saved", prompt)):
+            engine.add_request(name, each, GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(tier_of(engine).reader, "is_done", lambda read: False)
+            for _ in range(20):
+                engine.step()
+        while engine.has_work:
+            engine.step()
+        [output] = [each for each in engine.take_finished() if each.request_id == "saved"]
+        assert output.metrics is not None
+        assert output.metrics.num_preemptions > 0
+        same(output, expected)
+        idle_sequences.unpin(Driver(engine), pinned)
+
+
 def test_a_later_piece_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are used in order. The engine's thread would otherwise run steps without work, next to the readers."""
     first, waited = threading.Event(), list[Any]()
@@ -205,6 +234,17 @@ def test_nan_never_reaches_the_disk(tmp_path: Path) -> None:
         while engine.has_work:
             engine.step()
         assert "NaN" in str(engine.take_finished()[0].error)
+    assert list(listed(tmp_path)) == []
+
+
+def test_a_failed_request_leaves_no_partly_filled_block(
+    model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with process(model, tmp_path) as engine:
+        monkeypatch.setattr(engine.runner, "draw", None)
+        engine.add_request("one", PROMPT[:3], GREEDY, hold=True, owner="conversation")
+        with pytest.raises(TypeError):
+            engine.step()
     assert list(listed(tmp_path)) == []
 
 
