@@ -178,7 +178,7 @@ def ending(length_penalty: float, early_stopping: bool, **options: Any) -> BeamS
         ending(0.5, False, beam_width=6, num_beam_groups=3, diversity_penalty=0.5),
         ending(0.0, True, beam_width=4, num_beam_groups=4, diversity_penalty=2.0),
         ending(0.0, True, beam_width=4, num_beam_groups=2, diversity_penalty=0.5, repetition_penalty=1.4),
-        ending(1.0, True, beam_width=6, num_beam_groups=3, diversity_penalty=1.5, repetition_penalty=0.7),
+        ending(1.0, True, beam_width=6, num_beam_groups=3, diversity_penalty=0.5, repetition_penalty=0.7),
     ],
 )
 def test_groups_that_end_one_after_another_match_a_plain_reference(

@@ -37,8 +37,11 @@ from minillm.text.tokenizer import Tokenizer
 
 
 def check_cache(engine: Engine) -> None:
+    """Raise AssertionError unless the bookkeeping is consistent, and tables have slots for computed tokens only."""
     check(engine.cache)
     check_swap(engine.scheduler.preemption.swap)
+    for sequence in (each for group in engine.scheduler.running for each in group.computing):
+        assert sequence.own_table.num_tokens == sequence.num_computed
 
 
 def step(conversations: Conversations) -> None:
@@ -162,8 +165,7 @@ def run(engine: Engine, requests: list[tuple[list[int], Any]]) -> list[RequestOu
     outputs = {}
     while engine.has_work:
         engine.step()
-        check(engine.cache)
-        check_swap(engine.scheduler.preemption.swap)
+        check_cache(engine)
         outputs.update({output.request_id: output for output in engine.take_finished()})
     assert engine.cache.num_free == engine.cache.num_blocks, "blocks leaked"
     assert (swap := engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"

@@ -213,7 +213,8 @@ def test_memory_that_is_short_leaves_prompts_as_they_are(model: Llama, monkeypat
     monkeypatch.setattr(runner, "shapes", lambda: [Shape(print, short), Shape(print, short)])
     assert not runner.prepare_ahead()
     chunks = chunks_of(random.Random(2), 2, 9)
-    assert runner.compute(step(chunks)).shape[0] == sum(chunk.num_logits for chunk in chunks)
+    for _ in range(short_prompts._OFTEN):
+        assert runner.compute(step(chunks)).shape[0] == sum(chunk.num_logits for chunk in chunks)
     assert not graphs._recorded
 
 

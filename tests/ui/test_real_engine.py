@@ -82,7 +82,8 @@ async def test_an_engine_that_fails_leaves_the_conversation(engine_command: Comm
 
 
 async def test_the_tour_shows_all_that_it_promises(engine_command: Command, tiny_model: Path, tmp_path: Path) -> None:
-    settings = demo_settings(Settings(str(tiny_model), engine={"device": "cpu"}))
+    settings = demo_settings(Settings(str(tiny_model), engine={"device": "cpu", "speculate": "lookup"}))
+    assert settings.engine["speculate"] == "off", "draft tokens would free the blocks of one answer too early"
     app = DemoApp(
         settings, SessionStore(tmp_path), speed=100.0, engine_command=engine_command, driver_class=HeadlessDriver
     )

@@ -68,10 +68,10 @@ def test_matrices_of_4_bits(scales: Scales, rows: int, biased: bool, out: tuple[
 
 @pytest.mark.parametrize("scales", ["plain", "zeros", "offset", "super"])
 @pytest.mark.parametrize("rows", [0, 1, 16, 17, 40, 600])
-@pytest.mark.parametrize("out", [(16, 32), (80, 160)])
+@pytest.mark.parametrize("out", [(16, 32), (80, 192)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_matrices_of_4_bits_alone(scales: Scales, rows: int, out: tuple[int, int], biased: bool) -> None:
-    """The 240 rows of a weight are packed in two parts. One part has rows of both matrices."""
+    """The 272 rows of a weight are packed in parts of 256 rows. The first part has rows of both matrices."""
     generator = torch.Generator().manual_seed(rows)
     stored, total = tuple(random_stored(scales, each, generator) for each in out), sum(out)
     exact = torch.cat([dequantize(each, torch.float64) for each in stored])

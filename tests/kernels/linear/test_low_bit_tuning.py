@@ -161,8 +161,8 @@ def test_ctrl_c_while_compiling_begins_nothing_more(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(low_bit_tuning, "launcher", lambda job, matrices, dtype: lambda i: launch(job))
     with pytest.raises(KeyboardInterrupt):
         prepared({Q4: [some(Q4.layout, 32, 256)]}, HALF, interrupt)
-    assert ran
-    assert len(ran) < len({Job(Q4, tokens, tile).kernel for tokens in buckets(HALF) for tile in candidates(Q4, tokens)})
+    jobs = [Job(Q4, tokens, tile) for tokens in buckets(HALF) for tile in candidates(Q4, tokens)]
+    assert 0 < len(ran) < len({job.kernel for job in jobs if job.tile != UNPACKED})
 
 
 def test_matrices_follow_each_other_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
