@@ -115,7 +115,10 @@ class DiskTier(StepObserver):
             self._leaving += gone if event.kind == "evict" else []
 
     def begin(self, work: StepWork) -> None:
-        """Copy evicted blocks out of the pool before the step writes to them."""
+        self._save_evicted()
+
+    def _save_evicted(self) -> None:
+        """Copy evicted blocks out of the pool before a step or a read writes to them."""
         leaving, self._leaving = iter(self._leaving), []
         while taken := list(islice(leaving, min(_BATCH, self._free()))):
             self._save(taken)
@@ -202,6 +205,11 @@ class DiskTier(StepObserver):
                 break
         worthwhile = end > num_known and self.reader.is_worthwhile(end - num_known, len(found) - first)
         return (found[first:], end) if worthwhile else None
+
+    def prepare_read(self, keys: Sequence[BlockKey], blocks: list[int]) -> BlockRead[BlockKey]:
+        """Prepare to read into ``blocks`` of the pool. The read may begin although no step runs."""
+        self._save_evicted()
+        return self.reader.prepare(keys, blocks)
 
     def finish_read(self, read: BlockRead[BlockKey]) -> int:
         """Update the bookkeeping after a read has ended. Return the number of blocks that were read completely."""

@@ -65,7 +65,7 @@ class DiskReads:
             sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt, cached)
             self.cache.count_hit(-cached.num_tokens, -len(prompt))  # counted when the group is admitted
         self.cache.append(sequence.table, end - first * size)
-        read = self.tier.reader.prepare(keys, sequence.blocks[first:])
+        read = self.tier.prepare_read(keys, sequence.blocks[first:])
         self.active[group] = PromptRead(sequence, read, known)
         return True
 

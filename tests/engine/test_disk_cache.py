@@ -180,6 +180,24 @@ def test_a_saved_prompt_waits_for_the_blocks_of_a_read(
         idle_sequences.unpin(Driver(engine), pinned)
 
 
+def test_evicted_blocks_are_saved_before_a_read_takes_their_place(
+    model: Llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = PROMPT[:10:-1]
+    with process(model, tmp_path) as engine:
+        answer(engine, PROMPT)
+        expected = answer(engine, other, owner="")
+    with process(model, tmp_path, num_blocks=14) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(tier_of(engine), "_free", lambda: 0)  # the writer's queue is full
+            answer(engine, other)
+        answer(engine, PROMPT)  # no step runs during the read
+    with process(model, tmp_path) as engine:
+        output = answer(engine, other)
+        assert output.num_cached_tokens == 28
+        same(output, expected)
+
+
 def test_a_later_piece_does_not_end_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces are used in order. The engine's thread would otherwise run steps without work, next to the readers."""
     first, waited = threading.Event(), list[Any]()
