@@ -276,7 +276,7 @@ class Engine:
             except Exception as error:
                 for group in flight.groups:
                     self.scheduler.fail(group, error)
-        running = [group for group in groups if group.request_id in self.requests.groups]
+        running = [group for group in groups if self.requests.has(group)]
         deltas += self.requests.end([group for group in running if group.error is not None])
         self.requests.retire([group for group in running if group.error is None and group.finished])
         return deltas + self.requests.end_failed()

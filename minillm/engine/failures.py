@@ -38,16 +38,16 @@ def launch_others(
 def end_requests_of(schedule: Schedule, error: Exception, requests: Requests) -> None:
     """End every request of a step in which the device failed. Remove these requests' blocks from the prefix cache."""
     cache, preemption = requests.scheduler.cache, requests.scheduler.preemption
-    groups: dict[str, SequenceGroup] = {}
+    groups: dict[SequenceGroup, None] = {}
     for chunk in schedule.chunks:
         if chunk.sequence.table is not None:
             cache.distrust(chunk.sequence.table)
-        if chunk.group.request_id in requests.groups:
-            groups[chunk.group.request_id] = chunk.group
+        if requests.has(chunk.group):
+            groups[chunk.group] = None
             chunk.group.error = RequestError(f"{type(error).__name__}: {error}")
-    requests.end(list(groups.values()))
+    requests.end(list(groups))
     for group in schedule.preempted:
-        if group.stage is Stage.SAVED:
+        if group.stage is Stage.SAVED and requests.has(group):
             preemption.start_over(group)  # its blocks may not have reached host memory
 
 

@@ -59,9 +59,11 @@ class IdleSequences:
             groups_at_most: for each running or waiting request, the maximum number of blocks that it may need.
 
         Raises:
-            CapacityError: more than half of the pool would be pinned, or a running or waiting request could not run any
-                more.
+            CapacityError: the sequence was evicted, more than half of the pool would be pinned, or a running or waiting
+                request could not run any more.
         """
+        if sequence.table is None:
+            raise CapacityError("other requests took the prefix's blocks; pin it again, or start with more blocks")
         total, num_blocks = self.num_pinned_blocks + len(sequence.blocks), self.cache.num_blocks
         largest, more = max(groups_at_most, default=0), "or start with more blocks"
         if 2 * total > num_blocks:

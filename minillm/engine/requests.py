@@ -76,6 +76,10 @@ class Requests:
         """The disk tier of the prefix cache, if there is one."""
         return None if self.scheduler.disk_reads is None else self.scheduler.disk_reads.tier
 
+    def has(self, group: SequenceGroup) -> bool:
+        """Return whether ``group`` waits or runs. After it has ended, another group may have its id."""
+        return self.groups.get(group.request_id) is group
+
     def check_prompt(self, token_ids: SequenceOf[int], num_new: int = 1) -> None:
         """Raise UsageError unless this model can compute the prompt and ``num_new`` tokens, 0 or 1, after it."""
         check_prompt(token_ids, self.vocab_size, self.max_model_len, num_new)
@@ -213,7 +217,7 @@ class Requests:
     def end_failed(self) -> list[Delta]:
         """End the groups that `Scheduler.fail` recorded, and return their last deltas."""
         failed, self.scheduler.failed = self.scheduler.failed, []
-        return self.end([group for group in dict.fromkeys(failed) if group.request_id in self.groups])
+        return self.end([group for group in dict.fromkeys(failed) if self.has(group)])
 
     def retire(self, groups: SequenceOf[SequenceGroup]) -> None:
         """Free the blocks and other resources of finished groups, and make their outputs available to `take`."""

@@ -51,8 +51,6 @@ class Prefixes:
         try:
             if group.error is not None:
                 raise MinillmError(group.error.text)
-            if sequence.table is None:
-                raise MinillmError("the pool has no memory for it")
             idle_sequences.pin(self.driver, sequence)
         except MinillmError as error:
             del self.pinned[name]

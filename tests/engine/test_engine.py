@@ -147,13 +147,16 @@ def test_abort_at_any_step_returns_every_block(model: Llama, step: int) -> None:
             assert completion.finish_reason in ("abort", "length")
 
 
-def test_an_aborted_id_can_be_used_again_at_once(model: Llama) -> None:
-    engine = engine_for(model)
-    engine.add_request("a", [5, 6, 7], GREEDY)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_aborted_id_can_be_used_again_at_once(model: Llama, on_device: bool) -> None:
+    """On the device, a step of both requests is under way."""
+    engine = engine_for(model, on_device=on_device)
+    for name in "01":
+        engine.add_request(name, [5, 6, 7], GREEDY)
     engine.step()
     with pytest.raises(UsageError, match="in use"):
-        engine.add_request("a", [5, 6, 7], GREEDY)
-    engine.abort("a")
+        engine.add_request("0", [5, 6, 7], GREEDY)
+    engine.abort("0")
     engine.carry_out_aborts()
     engine.take_finished()
     [output] = run(engine, [([5, 6, 7], GREEDY)])

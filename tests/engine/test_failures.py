@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,15 +78,16 @@ def test_a_device_that_fails_at_any_step_fails_that_steps_requests_only(model: L
     for seed in range(20):
         rng = random.Random(seed)
         engine = tight(model, on_device)
-        run, steps = engine.runner.run, 0
+        steps = 0
 
-        def breaking(schedule: Any, copies: Any, run: Any = run, rng: random.Random = rng) -> Any:
-            result = run(schedule, copies)
+        def breaking(*arguments: Any, call: Any, rng: random.Random = rng) -> Any:
+            result = call(*arguments)
             if rng.random() < 0.08:
                 raise RuntimeError("the device is gone")
             return result
 
-        engine.runner.run = breaking  # type: ignore[method-assign]
+        engine.runner.run = partial(breaking, call=engine.runner.run)  # type: ignore[method-assign]
+        engine.conclude = partial(breaking, call=engine.conclude)  # type: ignore[method-assign]
         for number, (prompt, params) in enumerate(crowd(rng)):
             engine.add_request(str(number), prompt, params)
         while engine.has_work:
