@@ -6,6 +6,7 @@ This runner builds all inputs of a step from scratch, which costs nothing on a C
 
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,7 +133,7 @@ class Runner:
         if self.model.rotary.dynamic:  # for prompt tokens the prompt's length, for generated ones the length so far
             rope_lengths = [max(each.num_prompt_tokens, i + 1) for each in chunks for i in range(each.first, each.end)]
 
-        def tensor(values: list, dtype: torch.dtype) -> Tensor:
+        def tensor(values: list[int] | np.ndarray, dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
         return Batch(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from minillm.cache import HostMoves
 from minillm.runner.device.work import DecodeWork
 
@@ -26,31 +28,34 @@ class ChunkWork:
 
 @dataclass(slots=True)
 class Packed:
-    """Several chunks packed into one batch: the contents of the tensors of `minillm.model.llama.Batch`, as lists."""
+    """Several chunks packed into one batch: the contents of the tensors of `minillm.model.llama.Batch`."""
 
     token_ids: list[int]
-    positions: list[int]
-    slots: list[int]
+    positions: np.ndarray  # [num_tokens] int64
+    slots: np.ndarray  # [num_tokens] int64
     starts: list[int]  # the start of each prefill chunk and the end of the last one, in tokens after the decodes
     lengths: list[int]  # each sequence's number of tokens, these tokens included
-    tables: list[list[int]]  # block tables, padded to the same width
+    tables: np.ndarray  # [num_seqs, width] int64, block tables, padded with zeros
     logit_rows: list[int]
 
 
 def packed(chunks: list[ChunkWork], num_decodes: int, size: int) -> Packed:
     """Pack chunks into one batch. The first ``num_decodes`` chunks are decodes; a block has ``size`` tokens."""
-    width = max((len(chunk.blocks) for chunk in chunks), default=0)
-    tables = [chunk.blocks + [0] * (width - len(chunk.blocks)) for chunk in chunks]
-    out = Packed([], [], [], [0], [chunk.end for chunk in chunks], tables, [])
+    tables = np.zeros((len(chunks), max((len(chunk.blocks) for chunk in chunks), default=0)), np.int64)
+    token_ids: list[int] = []
+    starts, logit_rows = [0], list[int]()
     for number, chunk in enumerate(chunks):
-        first, end, blocks = chunk.first, chunk.end, chunk.blocks
-        out.token_ids += chunk.token_ids
-        out.positions += range(first, end)
-        out.slots += [blocks[i // size] * size + i % size for i in range(first, end)]
+        tables[number, : len(chunk.blocks)] = chunk.blocks
+        token_ids += chunk.token_ids
         if number >= num_decodes:
-            out.starts.append(out.starts[-1] + end - first)
-        out.logit_rows += range(len(out.token_ids) - chunk.num_logits, len(out.token_ids))
-    return out
+            starts.append(starts[-1] + len(chunk.token_ids))
+        logit_rows += range(len(token_ids) - chunk.num_logits, len(token_ids))
+    lengths, counts = [chunk.end for chunk in chunks], [len(chunk.token_ids) for chunk in chunks]
+    # A position is the token's index in the batch, plus a difference that is the same for all tokens of a chunk.
+    differences = np.array(lengths, np.int64) - np.cumsum(counts, dtype=np.int64)
+    positions = np.arange(len(token_ids)) + np.repeat(differences, counts)
+    slots = tables[np.repeat(np.arange(len(chunks)), counts), positions // size] * size + positions % size
+    return Packed(token_ids, positions, slots, starts, lengths, tables, logit_rows)
 
 
 @dataclass(slots=True)

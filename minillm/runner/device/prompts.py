@@ -106,9 +106,10 @@ class ShortPrompts:
             tables = to_device(numbers.tables, torch.int32, self._tables.device)
             self._tables[:count, : tables.shape[1]] = tables
         lacking, none = [0] * (tokens - len(numbers.token_ids)), [0] * (seqs - count)
-        slots = numbers.slots + [-1] * len(lacking)
+        slots = [*numbers.slots.tolist(), *[-1] * len(lacking)]
         rows = numbers.logit_rows + [0] * (seqs - len(numbers.logit_rows))
-        self._send(self._numbers, [*numbers.token_ids, *lacking, *numbers.positions, *lacking, *slots, *rows])
+        positions = numbers.positions.tolist()
+        self._send(self._numbers, [*numbers.token_ids, *lacking, *positions, *lacking, *slots, *rows])
         starts = numbers.starts + numbers.starts[-1:] * len(none)
         self._send(self._lengths, [*starts, *numbers.lengths, *none])
 
