@@ -5,7 +5,7 @@ depending on the device of the op's first tensor.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cached_property, wraps
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
@@ -244,6 +244,14 @@ class LinearWeight:
         `GELU`). If ``out`` is given, the result is written to it, or added to it if ``add``.
         """
         return self._matmul(x.shape[0]).compute(x, self, out, norm, gated and self.gate, add)
+
+    @property
+    def kind(self) -> Hashable:
+        """All that the choice of kernels depends on, besides the input."""
+        parts = tuple((part.layout, part.shape, part.order is None) for part in self.parts)
+        optional = self.bias, self.gated_scale, self.attended_scale
+        shape = self.out_features, self.in_features, self.weight.shape
+        return *shape, self.weight.dtype, parts, self.gate, *(each is None for each in optional)
 
     @property
     def num_bytes(self) -> int:

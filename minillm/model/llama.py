@@ -14,6 +14,7 @@ with the projection before it. Projections of the same input are one matrix: q, 
 overrides the embedding, the additions and the logits: `minillm.model.shard`.
 """
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -113,6 +114,13 @@ class Layer:
         """The layer's four linear layers, in the order of computation."""
         return self.qkv, self.o, self.gate_up, self.down
 
+    @property
+    def kind(self) -> Hashable:
+        """All that the choice of kernels depends on, besides the input."""
+        norms = self.input_norm, self.post_attention_norm, self.attention_output_norm, self.mlp_output_norm
+        absent = (each is None for each in (*norms, self.head_norms))
+        return self.attention, *absent, *(linear.kind for linear in self.linears)
+
 
 @dataclass(frozen=True)
 class Llama:
@@ -182,7 +190,10 @@ class Llama:
         if self.one_token is not None and self.one_token.takes(batch):
             return self.one_token(x, batch, self.angles(batch), kv_cache)
         steps = self.steps(batch, kv_cache.layers[0])
-        for layer, cache in zip(self.layers, kv_cache.layers, strict=True):
+        layers: Iterable[tuple[Layer, LayerCache]] = zip(self.layers, kv_cache.layers, strict=True)
+        if x.is_cuda and kernels.finds_variants():  # layers of the same kind launch the same kernels
+            layers = {layer.kind: (layer, cache) for layer, cache in layers}.values()
+        for layer, cache in layers:
             qkv = self.project(x, layer)
             x = self._add_attention(qkv, cache, batch, layer, *steps[layer.attention], x)
             x = self._add_mlp(x, layer)

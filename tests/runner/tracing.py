@@ -18,20 +18,26 @@ from minillm.kernels import launch  # noqa: E402
 torch.cuda.is_available = IS_AVAILABLE
 from lib.models import hf_model, ours  # noqa: E402
 from minillm.kernels.attention.plan import FREE  # noqa: E402
+from minillm.model.llama import Layer  # noqa: E402
+from minillm.runner.device.ahead import Shape  # noqa: E402
 from minillm.runner.device.runner import DeviceRunner  # noqa: E402
 
 
 def main() -> None:
     launch.set_target(GPUTarget("cuda", 90, 32))
-    runner = DeviceRunner(
-        ours(hf_model()), 16, 16, max_num_seqs=8, max_model_len=128, graphs=False, sharing=FREE
-    )  # fmt: skip
+    model = ours(hf_model(kind="Qwen2", use_sliding_window=True, sliding_window=32, max_window_layers=2))
+    runner = DeviceRunner(model, 16, 16, max_num_seqs=8, max_model_len=128, graphs=False, sharing=FREE)
     torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
-    found: dict[str, launch.Variant] = {}
-    with torch.inference_mode():
-        for shape in (*runner.first_shapes(), *runner.shapes()):
-            found |= {variant.key: variant for variant in launch.missing_variants(shape.work)}
+    found = {variant.key: variant for shape in (*runner.first_shapes(), *runner.shapes()) for variant in missing(shape)}
     print(json.dumps(Counter(variant.name for variant in found.values())))
+    Layer.kind = property(id)  # type: ignore[assignment, arg-type]  # search for the kernels of each layer
+    by_layer = {variant.key for shape in runner.first_shapes() for variant in missing(shape)}
+    assert by_layer <= found.keys(), "layers of the same kind launch different kernels"
+
+
+@torch.inference_mode()
+def missing(shape: Shape) -> list[launch.Variant]:
+    return launch.missing_variants(shape.work)
 
 
 if __name__ == "__main__":
