@@ -38,7 +38,7 @@ def test_each_token_is_computed_at_its_place(seed: int) -> None:
         kernels.begin_decode(rows.words(size, width), rows.rows[:size], SIZE, taken)
         owners = [number for number, chunk in enumerate(chunks) for _ in chunk.token_ids]
         assert inputs.token_ids[:size].tolist() == numbers.token_ids + [0] * (size - n)
-        assert inputs.slot_mapping[:size].tolist() == numbers.slots + [-1] * (size - n), "padding writes nowhere"
+        assert inputs.slot_mapping[:size].tolist() == [*numbers.slots, *[-1] * (size - n)], "padding writes nowhere"
         assert inputs.context_lens[:size].tolist() == [i + 1 for i in numbers.positions] + [0] * (size - n)
         assert inputs.sampling.positions[:n].tolist() == [i + 1 for i in numbers.positions], "of the tokens behind"
         assert inputs.sampling.top_k[:n].tolist() == [words[owner][Field.TOP_K] for owner in owners]
