@@ -30,7 +30,7 @@ def main() -> None:
     torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
     found = {variant.key: variant for shape in (*runner.first_shapes(), *runner.shapes()) for variant in missing(shape)}
     print(json.dumps(Counter(variant.name for variant in found.values())))
-    Layer.kind = property(id)  # type: ignore[assignment, arg-type]  # search for the kernels of each layer
+    Layer.kind = property(id)  # type: ignore[assignment]  # search for the kernels of each layer
     by_layer = {variant.key for shape in runner.first_shapes() for variant in missing(shape)}
     assert by_layer <= found.keys(), "layers of the same kind launch different kernels"
 
