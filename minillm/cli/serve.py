@@ -18,6 +18,7 @@ from minillm.errors import UsageError
 from minillm.parallel.launch import Torchrun
 from minillm.progress import loading_bar, say
 from minillm.server.client import LoadingEvent
+from minillm.server.http.access import AccessRules
 from minillm.server.replicas import MAX_REPLICAS, start_engine
 from minillm.service.messages import Load, Loading, Notice
 from minillm.system import expanded
@@ -26,7 +27,6 @@ from minillm.user_config import read_config
 
 if TYPE_CHECKING:
     from minillm.server.service import Service
-    from minillm.server.serving import ServerConfig
 
 _VARIABLE = "MINILLM_API_KEY"
 _SHORTEST_KEY = 8
@@ -40,16 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
     model = config.choose_model(arguments.name or arguments.model)
     options = {**config.engine, **given(arguments, EngineConfig)}
     EngineConfig(**options)
-    key = os.environ.pop(_VARIABLE, "")  # the engines do not need it
+    rules = access_rules(arguments, os.environ.pop(_VARIABLE, ""))  # the engines do not need the key
     torchrun = Torchrun.from_environment()
     replicas = _num_replicas(torchrun, arguments.replicas, options.get("tensor_parallel_size", 1))
     if torchrun is not None and torchrun.rank:
         return 0  # the process of rank 0 runs the server and its engines
     # The engines import torch during the imports of this process. They end with this process if it fails below.
     processes = [start_engine(number, replicas, options) for number in range(replicas)]
-    from minillm.server.serving import serve
+    from minillm.server.serving import ServerConfig, serve
 
-    server = server_config(arguments, key)
+    names = tuple(arguments.served_model_name or ())
+    server = ServerConfig(arguments.host, arguments.port, rules, names, arguments.max_waiting, arguments.grace)
     with ExitStack() as bar:
         report = bar.enter_context(loading_bar())
 
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
             bar.close()
             facts = service.facts
             pool = f"{facts.num_blocks * facts.block_size:,} tokens of cache"
-            keys = ", with keys" if server.rules.keys else ""
+            keys = ", with keys" if rules.keys else ""
             pool += f" in each of {replicas} replicas" if replicas > 1 else ""
             say(f"{service.names[0]} on {facts.device} ({facts.dtype}, {pool}) at {address}/v1{keys}; ctrl-c ends it")
 
@@ -71,15 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
-    """Return the server's configuration. Raises UsageError if an option is invalid.
+def access_rules(arguments: argparse.Namespace, key: str) -> AccessRules:
+    """Return the rules that requests must follow. Raises UsageError if any option of the server is invalid.
 
     Args:
         key: the API key from the environment; empty: none.
     """
-    from minillm.server.http.access import AccessRules
-    from minillm.server.serving import ServerConfig
-
     bounds = {"port": (0, 65535), "max_waiting": (1, 1 << 20), "max_body": (1024, 1 << 31), "grace": (0, 3600)}
     for name, (low, high) in bounds.items():
         value = getattr(arguments, name)
@@ -96,9 +94,7 @@ def server_config(arguments: argparse.Namespace, key: str) -> ServerConfig:
         hosts = ()  # accept every Host header: this machine's names are unknown, and web pages do not have the key
     if "*" in (arguments.allow_origin or ()):
         raise UsageError("--allow-origin: name each origin, like https://example.org; '*' would let every web page in")
-    rules = AccessRules(keys, hosts, tuple(arguments.allow_origin or ()), arguments.max_body)
-    names = tuple(arguments.served_model_name or ())
-    return ServerConfig(host, arguments.port, rules, names, arguments.max_waiting, arguments.grace)
+    return AccessRules(keys, hosts, tuple(arguments.allow_origin or ()), arguments.max_body)
 
 
 def _num_replicas(torchrun: Torchrun | None, asked: int | None, tensor_parallel_size: int) -> int:

@@ -187,12 +187,13 @@ def _frames(stream: BinaryIO) -> Iterator[Message]:
 
 
 def _read(calls: Iterator[Message], inbox: Inbox) -> None:
+    call = None
     with contextlib.suppress(ConnectionResetError):  # the front end has ended with unread events
         for call in calls:
             inbox.put(call)
-    inbox.put(None)
-    # The front end has ended. A load or a long step must not keep the process and its memory alive.
-    time.sleep(1)
+    if call is not None:
+        inbox.put(None)
+        time.sleep(1)  # a load or a long step must not keep the process and its memory alive for longer
     os._exit(0)
 
 
