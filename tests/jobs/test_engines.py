@@ -106,7 +106,7 @@ def test_an_engine_that_fails_ends_the_run() -> None:
 def test_engines_that_are_killed_lose_no_row_and_nothing_is_computed_again(
     tiny_model: Path, tmp_path: Path, forking: Callable[[str], str]
 ) -> None:
-    source, output, plain = requests_file(tmp_path, 24, 250), tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
+    source, output, plain = requests_file(tmp_path, 24, 150), tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
     arguments = [*command(tiny_model, source, output), "--replicas", "2"]
     part = tmp_path / "out.jsonl.part0"
 
@@ -134,7 +134,7 @@ def test_engines_that_are_killed_lose_no_row_and_nothing_is_computed_again(
     assert (
         f"({before} were finished before)" in result.stderr or f"({before - 1} were finished before)" in result.stderr
     )
-    main(command(tiny_model, source, plain))
+    main(command(tiny_model, source, plain, batch=24))
     assert answers(output) == answers(plain)
     assert not part.exists()
 

@@ -98,7 +98,7 @@ def test_no_row_is_lost_or_computed_twice_whoever_is_killed(tiny_model: Path, tm
     assert "1 of 200 prompts failed" in errors
     assert "were finished before)" in errors
     assert "has died; another takes its rows" in errors
-    main(command(tiny_model, source, plain))
+    main(command(tiny_model, source, plain, batch=50))
     assert answers(output) == answers(plain)
     assert not part.exists()
 

@@ -17,10 +17,10 @@ def requests_file(directory: Path, count: int, max_tokens: int) -> Path:
     return path
 
 
-def command(model: Path, source: Path, output: Path) -> list[str]:
+def command(model: Path, source: Path, output: Path, *, batch: int = 2) -> list[str]:
     return [
         "generate", "-f", str(source), "-o", str(output), "--model", str(model), "--device", "cpu",
-        "--num-blocks", "64", "--max-num-seqs", "2", "--temperature", "0", "--ignore-eos", "--quiet",
+        "--num-blocks", str(32 * batch), "--max-num-seqs", str(batch), "--temperature", "0", "--ignore-eos", "--quiet",
     ]  # fmt: skip
 
 

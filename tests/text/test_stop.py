@@ -120,23 +120,28 @@ def check(llm: LLM, output: Any, params: Any) -> bool:
 def test_samples_and_beams_end_by_the_rule(llm: LLM, beams: bool) -> None:
     """Stop strings have one or two characters, and one token may hold two; ends come before and after min_tokens."""
     rng = random.Random(8)
+    prompts = [f"hello {number}" for number in range(15)]
+    shape: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+    first: list[Any] = [
+        BeamSearchParams(beam_width=3, **shape) if beams else SamplingParams(seed=number, **shape)
+        for number in range(15)
+    ]
+    every: list[dict[str, Any]] = []
+    for output in llm.generate(prompts, first):
+        places = [rng.randrange(len(output.text) - 2) for _ in range(2)]
+        stops = [output.text[at : at + rng.randint(1, 2)] for at in places]
+        every.append({"stop": stops, "min_tokens": rng.choice((0, 0, 3, 9)), "max_tokens": 16, "ignore_eos": True})
+        if beams:
+            every[-1] |= {"beam_width": 3, "early_stopping": rng.choice((True, False))}
+    params: list[Any] = [
+        BeamSearchParams(**each) if beams else SamplingParams(n=2, seed=number, **each)
+        for number, each in enumerate(every)
+    ]
     seen = 0
-    for number in range(15):
-        prompt = f"hello {number}"
-        shape: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
-        first: Any = BeamSearchParams(beam_width=3, **shape) if beams else SamplingParams(seed=number, **shape)
-        plain = llm.generate(prompt, first)[0].text
-        places = [rng.randrange(len(plain) - 2) for _ in range(2)]
-        stops = [plain[at : at + rng.randint(1, 2)] for at in places]
-        shared: dict[str, Any] = {"stop": stops, "min_tokens": rng.choice((0, 0, 3, 9)), "max_tokens": 16}
-        params: Any = (
-            BeamSearchParams(beam_width=3, ignore_eos=True, early_stopping=rng.choice((True, False)), **shared)
-            if beams
-            else SamplingParams(n=2, seed=number, ignore_eos=True, **shared)
-        )
-        [output] = llm.generate(prompt, params)
-        seen += check(llm, output, params)
-        last = list(llm.stream(prompt, params if beams else SamplingParams(seed=number, ignore_eos=True, **shared)))
+    for number, output in enumerate(llm.generate(prompts, params)):
+        seen += check(llm, output, params[number])
+        alone = params[number] if beams else SamplingParams(seed=number, **every[number])
+        last = list(llm.stream(prompts[number], alone))
         best = output.outputs[0]
         assert (last[-1].finish_reason, last[-1].stop_reason) == (best.finish_reason, best.stop_reason)
         assert (last[-1].text if beams else "".join(delta.text for delta in last)) == best.text
