@@ -93,37 +93,17 @@ def _keep_types(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
 
 def _see_what_is_equal(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
-    """Compare, promote and broadcast equal types without work. Most operations have equal types."""
+    """Check and broadcast equal types without work. Most operations have equal types."""
     core, semantic, builder = interpreter.tl.core, interpreter.TritonSemantic, interpreter.InterpreterBuilder
     plain: Any = type(core.float32)
-    unwrap, compare = core._unwrap_if_constexpr, plain.__eq__
-    give_element, to_ir = core.block_type.with_element_ty, core.block_type.to_ir
-    check, promote, broadcast = (
-        semantic.binary_op_type_checking_impl, semantic.computation_type_impl, semantic.broadcast_impl_value
-    )  # fmt: skip
+    unwrap, check = core._unwrap_if_constexpr, semantic.binary_op_type_checking_impl
+    broadcast = semantic.broadcast_impl_value
     simple = {int, float, str, bool, type(None), plain, core.block_type, core.pointer_type, core.tensor}
-    blocks: dict[tuple[str, str], Any] = {}
-    promoted: dict[tuple[Any, ...], Any] = {}
     whole: dict[tuple[str, str], Any] = {}
     spread: dict[tuple[Any, ...], Any] = {}  # a number as a block
-    bytes_of: dict[str, int] = {}
 
     def unwrap_at_once(o: Any) -> Any:
         return o if type(o) in simple else unwrap(o)
-
-    def is_equal(self: Any, other: Any) -> bool:
-        return self is other or compare(self, other)
-
-    def block_of(self: Any, element: Any) -> Any:
-        if type(element) is not plain:  # a pointer's name leaves out where it points
-            return give_element(self, element)
-        key = self.name, element.name
-        if key not in blocks:
-            blocks[key] = give_element(self, element)
-        return blocks[key]
-
-    def block_in_ir(self: Any, of: Any) -> Any:
-        return self if type(self.element_ty) is plain else to_ir(self, of)
 
     def checked(self: Any, lhs: Any, rhs: Any, *rules: bool, **named: bool) -> Any:
         divides = named.get("div_or_mod", rules[3:] == (True,))
@@ -143,12 +123,6 @@ def _see_what_is_equal(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     def is_same(a: Any, b: Any) -> bool:
         return type(a.scalar) is plain and (a is b or a.name == b.name)
 
-    def common(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, divides: bool) -> Any:
-        key = a.name, a_is_scalar, b.name, b_is_scalar, divides
-        if key not in promoted:
-            promoted[key] = promote(self, a, a_is_scalar, b, b_is_scalar, divides)
-        return promoted[key]
-
     def in_one_shape(self: Any, lhs: Any, rhs: Any) -> Any:
         if lhs.type.is_block() and rhs.type.is_block() and lhs.type.sizes == rhs.type.sizes:
             return lhs, rhs
@@ -167,23 +141,12 @@ def _see_what_is_equal(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
 
         return made
 
-    def fits(array: Any, type: Any) -> bool:
-        if type.name not in bytes_of:
-            is_pointer = isinstance(type, core.pointer_type)
-            bytes_of[type.name] = 1 << 30 if is_pointer else max(8, type.primitive_bitwidth) // 8
-        return bool(array.itemsize <= bytes_of[type.name])
-
     patch.setattr(core, "_unwrap_if_constexpr", unwrap_at_once)
-    patch.setattr(plain, "__eq__", is_equal)
-    patch.setattr(core.block_type, "with_element_ty", block_of)
-    patch.setattr(core.block_type, "to_ir", block_in_ir)
     patch.setattr(semantic, "binary_op_type_checking_impl", checked)
-    patch.setattr(semantic, "computation_type_impl", common)
     patch.setattr(semantic, "broadcast_impl_value", in_one_shape)
     for bits in (8, 16, 32, 64):
         for name in (f"get_int{bits}", f"get_uint{bits}"):
             patch.setattr(builder, name, kept(getattr(builder, name)))
-    patch.setattr(interpreter, "_validate_np_data_size", fits)
 
 
 def _call_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
@@ -198,7 +161,7 @@ def _call_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
             kwargs["_semantic"] = semantic
             return fn(*args, **kwargs)
 
-        scope.set_attr(obj, name, quick(name, call) if obj is core.tensor else call)
+        scope.set_attr(obj, name, quick(obj, name, call))
 
     quick = _quick(interpreter)
     patch.setattr(interpreter, "_patch_attr", patch_attr)
@@ -251,24 +214,27 @@ _UFUNCS: dict[str, Any] = {
     "__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__truediv__": np.divide,
     "__and__": np.bitwise_and, "__or__": np.bitwise_or, "__xor__": np.bitwise_xor, "__lshift__": np.left_shift,
     "__rshift__": np.right_shift, "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater,
-    "__ge__": np.greater_equal, "__eq__": np.equal, "__ne__": np.not_equal,
+    "__ge__": np.greater_equal, "__eq__": np.equal, "__ne__": np.not_equal, "__mod__": np.fmod,
+    "__floordiv__": lambda a, b: (a - np.fmod(a, b)) // b,
+    "__radd__": lambda a, b: b + a, "__rsub__": lambda a, b: b - a, "__rmul__": lambda a, b: b * a,
 }  # fmt: skip
+_PROMOTED = {name for name in _UFUNCS if name.strip("_") in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne")}
 
 
-def _quick(interpreter: Any) -> Callable[[str, Any], Any]:
-    """Return a function that makes a method of tensors quick.
+def _quick(interpreter: Any) -> Callable[[Any, str, Any], Any]:
+    """Return a function that makes operations quick: methods of tensors, and functions of the language.
 
     From the second call with the same types on, an operation is a single call of NumPy. The first call checks the
-    types. NumPy broadcasts as Triton does. Operations with promotion, and those of types that NumPy lacks, are left as
+    types, and its result is compared. NumPy broadcasts as Triton does. Operations of types that NumPy lacks are left as
     they are.
     """
     core, handle_type = interpreter.tl.core, interpreter.TensorHandle
-    semantic = interpreter.interpreter_semantic
-    same_in_numpy = {
+    semantic, np_dtype = interpreter.interpreter_semantic, interpreter._get_np_dtype
+    numbers = {
         each.name
         for each in (
             core.int8, core.int16, core.int32, core.int64, core.uint8, core.uint16, core.uint32, core.uint64,
-            core.float32, core.float64,
+            core.float16, core.float32, core.float64,
         )
     }  # fmt: skip
     plans: dict[Any, Any] = {}
@@ -282,8 +248,12 @@ def _quick(interpreter: Any) -> Callable[[str, Any], Any]:
         members["handle"] = handle
         return tensor
 
-    def facts_of(tensor: Any) -> dict[str, Any]:
-        return {name: value for name, value in vars(tensor).items() if name != "handle"}
+    def planned(compute: Any, got: Any, *operands: Any) -> Any:
+        """Return a plan if it gives the result that Triton gave."""
+        facts = {name: value for name, value in vars(got).items() if name != "handle"}
+        data, expected = compute(*operands), got.handle.data
+        is_same = data.dtype == expected.dtype and data.shape == expected.shape
+        return (compute, got.handle.dtype, facts) if is_same and data.tobytes() == expected.tobytes() else ()
 
     def binary(name: str, slow: Any) -> Any:
         def operate(self: Any, other: Any, **options: Any) -> Any:
@@ -301,34 +271,46 @@ def _quick(interpreter: Any) -> Callable[[str, Any], Any]:
                 return slow(self, other)
             plan = plans.get(key)
             if plan:
-                data = other.handle.data if plan[1] is None else plan[1]
-                return result(plan[0](self.handle.data, data), plan[2], plan[3])
+                return result(plan[0](self.handle.data, other.handle.data if kind is core.tensor else None), *plan[1:])
             got = slow(self, other)
             if plan is None:
-                plans[key] = plan_of(name, self, other, got)
+                operand = other.handle.data if kind is core.tensor else None
+                compute = compute_of(name, self, other)
+                plans[key] = planned(compute, got, self.handle.data, operand) if compute else ()
             return got
 
         return operate
 
-    def plan_of(name: str, self: Any, other: Any, got: Any) -> Any:
-        plain, compute = self.dtype.name, _UFUNCS[name]
-        if type(other) is core.tensor:
-            if name == "__truediv__":  # quotients of whole numbers are float32
-                types = {"fp32", "fp64"}
-            elif name in ("__and__", "__or__", "__xor__"):
-                types = same_in_numpy | {"int1"}
-            else:
-                types = same_in_numpy
-            if name == "__add__" and self.dtype.is_ptr() and other.dtype.name in ("int32", "int64"):
-                width = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
-                compute = lambda pointers, offsets: pointers + width * offsets.astype(np.uint64)  # noqa: E731
-            elif plain != other.dtype.name or plain not in types:
-                return ()
-            return compute, None, got.handle.dtype, facts_of(got)
-        if plain not in same_in_numpy:
-            return ()
+    def compute_of(name: str, self: Any, other: Any) -> Any:
+        """Return a function of the operands' arrays. That of a Python number is None."""
+        compute, is_tensor = _UFUNCS[name], type(other) is core.tensor
+        if self.dtype.is_ptr():
+            width = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
+            if name != "__add__" or (is_tensor and other.dtype.name not in ("int32", "int64")):
+                return None
+            if is_tensor:
+                return lambda pointers, offsets: pointers + width * offsets.astype(np.uint64)
+            offset = np.uint64(width * other % (1 << 64))
+            return lambda pointers, _: pointers + offset
+        types = numbers
+        if name in ("__and__", "__or__", "__xor__"):
+            types = numbers | {"int1"}
+        elif name == "__truediv__":  # quotients of whole numbers are float32
+            types = {"fp32", "fp64"}
+        if name not in _PROMOTED and is_tensor and self.dtype.name != other.dtype.name:
+            return None
+        if not {self.dtype.name, *([other.dtype.name] if is_tensor else [])} <= types:
+            return None
         left, right = semantic.binary_op_type_checking_impl(self, other)
-        return () if left is not self else (compute, right.handle.data, got.handle.dtype, facts_of(got))
+        kind = np_dtype(left.dtype)
+        if not is_tensor:
+            constant = right.handle.data
+            if left is not self:
+                return None
+            return lambda data, _: compute(data, constant)
+        if self.dtype.name == other.dtype.name:
+            return compute
+        return lambda a, b: compute(a.astype(kind, copy=False), b.astype(kind, copy=False))
 
     def cast(slow: Any) -> Any:
         def to(self: Any, dtype: Any, fp_downcast_rounding: Any = None, bitcast: Any = False, **options: Any) -> Any:
@@ -341,19 +323,81 @@ def _quick(interpreter: Any) -> Callable[[str, Any], Any]:
             key = self.type.name, dtype.name, bitcast
             plan = plans.get(key)
             if plan:
-                data = self.handle.data
-                return result(data.view(plan[0]) if bitcast else data.astype(plan[0]), plan[1], plan[2])
+                return result(plan[0](self.handle.data), *plan[1:])
             got = slow(self, dtype, None, bitcast)
             if plan is None:
-                names = {self.dtype.name, dtype.name}
-                is_plain = names <= same_in_numpy or names == {"fp16", "fp32"}
-                plans[key] = (got.handle.data.dtype, got.handle.dtype, facts_of(got)) if is_plain else ()
+                names, kind, source = {self.dtype.name, dtype.name}, got.handle.data.dtype, self.dtype
+                compute = (lambda data: data.view(kind)) if bitcast else (lambda data: data.astype(kind))
+                if names == {"bf16", "fp32"} and not bitcast:
+                    compute = lambda data: interpreter._convert_float(data, source, dtype, None).view(kind)  # noqa: E731
+                known = numbers | {"bf16"} if bitcast else numbers - {"fp16"}
+                is_plain = names <= known or names in ({"fp16", "fp32"}, {"bf16", "fp32"})
+                plans[key] = planned(compute, got, self.handle.data) if is_plain else ()
             return got
 
         return to
 
-    def quick(name: str, slow: Any) -> Any:
-        return binary(name, slow) if name in _UFUNCS else cast(slow) if name in ("to", "cast") else slow
+    def indexed(slow: Any) -> Any:
+        def item(self: Any, slices: Any, **options: Any) -> Any:
+            key = "[]", self.type.name, repr(slices)
+            plan = plans.get(key)
+            if plan:
+                return result(plan[0](self.handle.data), *plan[1:])
+            got = slow(self, slices)
+            if plan is None:
+                shape = got.handle.data.shape
+                plans[key] = planned(lambda data: data.reshape(shape), got, self.handle.data)
+            return got
+
+        return item
+
+    def load(slow: Any) -> Any:
+        def loaded(pointer: Any, mask: Any = None, other: Any = None, **options: Any) -> Any:
+            if type(other) is core.tensor or (mask is not None and type(mask) is not core.tensor):
+                return slow(pointer, mask, other, **options)
+            kept, facts = (None, None) if mask is None else (mask.handle.data, mask.type.name)
+            key = "load", pointer.type.name, facts, repr(other)
+            plan = plans.get(key)
+            if plan:
+                return result(plan[0](pointer.handle.data, kept), *plan[1:])
+            got = slow(pointer, mask, other, **options)
+            if plan is None:
+                data, shape, kind = pointer.handle.data, got.handle.data.shape, got.handle.data.dtype
+                default = np.zeros(shape, kind)
+                if other is not None:
+                    default += semantic.cast(semantic.to_tensor(other), pointer.dtype.element_ty).handle.data
+                everywhere, fetch = np.ones(shape, bool), interpreter._interpreter.load
+
+                def compute(pointers: Any, mask: Any) -> Any:
+                    return fetch(pointers, everywhere if mask is None else np.broadcast_to(mask, shape), default, kind)
+
+                is_plain = data.shape == shape and pointer.dtype.element_ty.name != "int1"
+                plans[key] = planned(compute, got, data, kept) if is_plain else ()
+            return got
+
+        return loaded
+
+    def constant(name: str, slow: Any) -> Any:
+        def made(*arguments: Any, **options: Any) -> Any:
+            key = name, repr(arguments)
+            if any(type(each) is core.tensor for each in arguments) or len(options) > 1:
+                return slow(*arguments, **options)
+            if key not in plans:
+                got = slow(*arguments, **options)
+                plans[key] = planned(lambda: got.handle.data, got)
+            compute, *facts = plans[key]
+            return result(compute(), *facts)
+
+        return made
+
+    def quick(owner: Any, name: str, slow: Any) -> Any:
+        if owner is core.tensor:
+            if name in _UFUNCS:
+                return binary(name, slow)
+            return cast(slow) if name in ("to", "cast") else indexed(slow) if name == "__getitem__" else slow
+        if owner in (interpreter.tl, core):
+            return constant(name, slow) if name in ("full", "arange") else load(slow) if name == "load" else slow
+        return slow
 
     return quick
 
