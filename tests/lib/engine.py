@@ -37,11 +37,14 @@ from minillm.text.tokenizer import Tokenizer
 
 
 def check_cache(engine: Engine) -> None:
-    """Raise AssertionError unless the bookkeeping is consistent, and tables have slots for computed tokens only."""
+    """Raise AssertionError unless the bookkeeping is consistent, and tables have slots for computed tokens only.
+
+    While a step is under way, tables also have slots for its draft tokens.
+    """
     check(engine.cache)
     check_swap(engine.scheduler.preemption.swap)
     for sequence in (each for group in engine.scheduler.running for each in group.computing):
-        assert sequence.own_table.num_tokens == sequence.num_computed
+        assert sequence.num_pending or sequence.own_table.num_tokens == sequence.num_computed
 
 
 def step(conversations: Conversations) -> None:
