@@ -90,7 +90,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
 
     stack = config.stash[_FORKING] = ExitStack()
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forking-")))
-    stack.enter_context(warm.forking(directory, "scripted", "minillm", "worker", options=config.invocation_params.args))
+    stack.enter_context(
+        warm.forking(directory, "scripted", "torch", "minillm", "worker", options=config.invocation_params.args)
+    )
     for spec in specs:
         spec.python = str(warm.program(directory, "worker"))
 
@@ -213,6 +215,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def minillm_command(forking: Callable[[str], str]) -> tuple[str, ...]:
     """Return a command that runs ``minillm``, without the seconds that importing torch takes. It passes SIGINT on."""
     return (forking("minillm"),)
+
+
+@pytest.fixture(scope="session")
+def python_with_torch(forking: Callable[[str], str]) -> str:
+    """Return a program that runs Python files, without the seconds that importing torch takes."""
+    return forking("torch")
 
 
 @pytest.fixture(scope="session")

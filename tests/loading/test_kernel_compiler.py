@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,24 @@ from minillm.loading import kernel_cache, kernel_compiler
 SCRIPT = Path(__file__).with_name("compiling_kernels.py")
 
 
-def run(directory: Path, what: str, **variables: str) -> Any:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "MINILLM_CACHE": str(directory), **variables}
-    done = subprocess.run([sys.executable, SCRIPT, what], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout, done.stderr[-2000:]
-    return json.loads(done.stdout)
+@pytest.fixture
+def run(python_with_torch: str, tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that runs the script in an empty cache, and returns its results."""
+
+    def call(what: str, **variables: str) -> Any:
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "MINILLM_CACHE": str(tmp_path), **variables}
+        command = [python_with_torch, str(SCRIPT), what]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.stdout, done.stderr[-2000:]
+        return json.loads(done.stdout)
+
+    return call
 
 
-def test_variants_are_compiled_into_the_cache(tmp_path: Path) -> None:
-    first = run(tmp_path, "compile")
+def test_variants_are_compiled_into_the_cache(run: Callable[..., Any]) -> None:
+    first = run("compile")
     assert first == {"ended": True, "missing": 2, "left": 0, "done": 2, "pending": 0, "messages": []}
-    second = run(tmp_path, "compile")
+    second = run("compile")
     assert second == {**first, "missing": 0, "done": 0}
 
 
@@ -61,24 +69,24 @@ def test_the_first_launch_of_a_compiled_kernel_runs_no_c_compiler(tmp_path: Path
     assert (done.stdout, done.stderr) == ("1 256.0\n", "")
 
 
-def test_without_compilers_kernels_compile_later(tmp_path: Path) -> None:
-    result = run(tmp_path, "killed")
+def test_without_compilers_kernels_compile_later(run: Callable[..., Any]) -> None:
+    result = run("killed")
     (message,) = result.pop("messages")
     assert "ended of signal 9: kernels compile at their first use" in message
     assert result == {"ended": True, "missing": 2, "left": 2, "done": 0, "pending": 0}
 
 
-def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_replaced(run: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not a directory")
-    result = run(tmp_path, "compile", TRITON_CACHE_DIR=str(file / "below"))
+    result = run("compile", TRITON_CACHE_DIR=str(file / "below"))
     (message,) = result["messages"]
     assert message.startswith(f"{file / 'below'} cannot be written (Not a directory)")
     assert result["left"] == 0
 
 
-def test_compilers_end_with_their_parent(tmp_path: Path) -> None:
-    left = run(tmp_path, "die")
+def test_compilers_end_with_their_parent(run: Callable[..., Any]) -> None:
+    left = run("die")
     assert len(left) >= 3
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{each}").exists() for each in left) and time.monotonic() < deadline:

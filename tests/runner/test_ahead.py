@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -353,14 +352,13 @@ def test_prompts_next_to_shared_blocks_run_without_the_kernels_that_share_them(m
 
 
 @pytest.mark.slow
-def test_the_kernels_of_every_shape_are_found(tmp_path: Path) -> None:
+def test_the_kernels_of_every_shape_are_found(python_with_torch: str, tmp_path: Path) -> None:
     """Also those of shared blocks, copies and beam searches, and without a GPU."""
     pytest.importorskip("triton")
     script = Path(__file__).with_name("tracing.py")
     variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    paths = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, **variables, "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, **variables}
+    done = subprocess.run([python_with_torch, script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found.keys() >= {

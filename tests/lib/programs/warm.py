@@ -1,10 +1,11 @@
 """Processes that have imported modules and fork for each command, and the programs that ask them.
 
-A command then takes a tenth of a second to start, where a new process takes three. There are three kinds of process:
+A command then takes a tenth of a second to start, where a new process takes three. There are four kinds of process:
 
 - ``scripted`` has imported the scripted engine, and runs it.
-- ``minillm`` runs the commands of `minillm`, after ``-c`` Python code, and after ``-m`` the modules of its engines and
-  ranks. Those of its commands are forks, too.
+- ``torch`` has imported torch alone. It runs Python files, and code after ``-c``, where kernels may be compiled.
+- ``minillm`` runs the commands of `minillm`, code after ``-c``, and after ``-m`` the modules of its engines and ranks.
+  Those of its commands are forks, too.
 - ``worker`` has collected all tests, and runs the workers of pytest-xdist.
 """
 
@@ -14,6 +15,7 @@ import atexit
 import gc
 import json
 import os
+import runpy
 import select
 import signal
 import socket
@@ -173,6 +175,24 @@ def scripted_engine(directory: Path) -> Run:
     return run
 
 
+def python(arguments: list[str]) -> int:
+    """Run code after ``-c``, or a file."""
+    sys.argv = arguments if arguments[0] != "-c" else ["-c", *arguments[2:]]
+    if sys.argv[0] == "-c":
+        exec(arguments[1], {"__name__": "__main__"})
+    else:
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+def torch_alone(directory: Path) -> Run:
+    """Import torch. Return `python`."""
+    import torch  # noqa: F401
+
+    return python
+
+
 def commands(directory: Path) -> Run:
     """Import the modules of `minillm`. Return the function that runs a command."""
     import torch
@@ -199,9 +219,7 @@ def commands(directory: Path) -> Run:
 
     def run(arguments: list[str]) -> int:
         if arguments[:1] == ["-c"]:
-            sys.argv = ["-c", *arguments[2:]]
-            exec(arguments[1], {"__name__": "__main__"})
-            return 0
+            return python(arguments)
         if arguments[:1] not in (["-m"], ["-P"]):
             return main(arguments)
         sys.argv = arguments[arguments.index("-m") + 1 :]
@@ -224,7 +242,9 @@ def worker(directory: Path) -> Run:
     return run
 
 
-KINDS: dict[str, Callable[[Path], Run]] = {"scripted": scripted_engine, "minillm": commands, "worker": worker}
+KINDS: dict[str, Callable[[Path], Run]] = {
+    "scripted": scripted_engine, "torch": torch_alone, "minillm": commands, "worker": worker,
+}  # fmt: skip
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
