@@ -110,10 +110,10 @@ class EngineApp(CrashStoringApp):
         except OSError as error:
             self._show_state("crashed", model, error=f"the engine cannot be started: {error}")
             return
-        self._engine = engine
         problem = ""
         try:
             await engine.connect()
+            self._engine = engine
             engine.send(Load(model, dict(self.settings.engine)))
             async for event in engine.events():
                 match event:

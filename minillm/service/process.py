@@ -18,15 +18,18 @@ class EngineProcess(asyncio.Protocol):
 
     def __init__(self, command: Iterable[str] = ENGINE_COMMAND, log: int | BinaryIO = 2) -> None:
         self._socket, self._process = start_connected(command, log=log)
+        self._transport: asyncio.Transport | None = None  # None: not connected yet
         self._over = asyncio.Event()  # the socket has ended, and all bytes from it were passed on
+        self._over.set()
 
     async def connect(self, protocol: asyncio.Protocol) -> None:
         """Pass the bytes that the process sends, and the end of the connection, to ``protocol``."""
         self._protocol = protocol
+        self._over.clear()
         await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
 
     def connection_made(self, transport: Any) -> None:
-        self._transport: asyncio.Transport = transport
+        self._transport = transport
         self._protocol.connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -43,8 +46,8 @@ class EngineProcess(asyncio.Protocol):
         self._over.set()
 
     def write(self, data: bytes) -> None:
-        """Send bytes to the process. They are lost if the process has ended."""
-        if not self._transport.is_closing():
+        """Send bytes to the process. They are lost if the process is not connected or has ended."""
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def close(self) -> None:
@@ -66,5 +69,6 @@ class EngineProcess(asyncio.Protocol):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.wait(), seconds)
         self._process.kill()
-        self._transport.abort()  # it would notice no end while a slow app pauses the reading
+        if self._transport is not None:
+            self._transport.abort()  # it would notice no end while a slow app pauses the reading
         await self.wait()

@@ -18,7 +18,7 @@ from textual.widgets import Input, OptionList, Static, TextArea
 
 from lib.terminal import PROGRAMS
 from lib.ui import ask, chat, notes, say, screen, seen, until
-from minillm.service.messages import Finished, TextDelta
+from minillm.service.messages import Finished, Forget, TextDelta
 from minillm.service.process import EngineProcess
 from minillm.ui.bars import KeyBar, StatusBar
 from minillm.ui.chat.answer_view import AnswerView
@@ -29,7 +29,7 @@ from minillm.ui.chat.turn_view import Question
 from minillm.ui.chat_screen import ChatScreen
 from minillm.ui.dialogs import ModelScreen, SamplingScreen, SystemScreen
 from minillm.ui.drawing import Drawing
-from minillm.ui.engine_app import EngineEvent
+from minillm.ui.engine_app import EngineCommand, EngineEvent
 from minillm.ui.help import HelpScreen
 from minillm.ui.memory.line_view import LineView
 from minillm.ui.memory.panel import MemoryPanel
@@ -561,6 +561,26 @@ async def test_the_app_ends_after_its_engine(monkeypatch: pytest.MonkeyPatch) ->
     async with chat() as pilot:
         pilot.app.exit()
     assert -signal.SIGKILL in codes
+
+
+async def test_the_app_ends_while_its_engine_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is sent meanwhile is lost."""
+    connect, processes = EngineProcess.connect, []
+
+    async def slow_connect(process: EngineProcess, protocol: asyncio.Protocol) -> None:
+        processes.append(process)
+        await asyncio.sleep(0.3)
+        await connect(process, protocol)
+
+    async with chat() as pilot:
+        monkeypatch.setattr(EngineProcess, "connect", slow_connect)
+        await pilot.press("ctrl+r")
+        await until(pilot, lambda: processes)
+        pilot.app.post_message(EngineCommand(Forget("a")))
+        await pilot.pause()
+        pilot.app.exit()
+    assert pilot.app.return_code == 0
+    assert await processes[0].wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("what", ["answer", "dialog", "conversation"])
