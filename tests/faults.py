@@ -596,8 +596,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("seed-cut-in-half", "sampling_words", "Dict 0.values[5]", "0", AHEAD + "[0]"),
     ],
     "minillm/runner/step.py": [
-        ("wrong-slot", "packed", "BinOp 3.right", "($left + 1) % $right", ANYHOW),
-        ("chunk-from-its-beginning", "packed", "AugAssign 1.value", "range($args[1] - $args[0])",
+        ("wrong-slot", "packed", "BinOp 7", "($left + 1) % $right", ANYHOW),
+        ("chunk-from-its-beginning", "packed", "BinOp 2.left", "np.array(counts, np.int64)",
          SHORT_PROMPTS + "test_requests_begin_with_them"),
     ],
     "minillm/runner/runner.py": [
