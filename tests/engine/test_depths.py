@@ -62,12 +62,17 @@ def assert_like_separate_runs(
     )
     if "admission" in way:
         assert running.scheduler.preemption.count > 0
+    alone = [
+        (prompt, replace(params, max_reasoning_tokens=depth))
+        for prompt, params, _, depths in requests
+        for depth in depths
+    ]
+    separate = iter(run(engine(parts), alone))
     reached = 0
-    for (prompt, params, _, depths), output in zip(requests, outputs, strict=True):
+    for (_, _, _, depths), output in zip(requests, outputs, strict=True):
         assert [each.index for each in output.outputs] == list(range(len(depths)))
-        alone = [(prompt, replace(params, max_reasoning_tokens=depth)) for depth in depths]
-        for one, separate in zip(output.outputs, run(engine(parts), alone), strict=True):
-            [other] = separate.outputs
+        for one in output.outputs:
+            [other] = next(separate).outputs
             assert (one.token_ids, one.text) == (other.token_ids, other.text)
             assert (one.finish_reason, one.reasoning_tokens) == (other.finish_reason, other.reasoning_tokens)
             logprobs = [[token.logprob for token in each.logprobs or []] for each in (one, other)]

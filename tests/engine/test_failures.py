@@ -137,7 +137,7 @@ def test_what_outlives_a_failure_has_its_own_tokens(model: Llama, on_device: boo
         BeamSearchParams(beam_width=2, max_tokens=24),
     )
     requests: list[tuple[list[int], Any]] = [([5 + n] * (4 + n), kinds[n % 3]) for n in range(12)]
-    alone = [run(engine_for(model, num_blocks=512, on_device=False), [each])[0] for each in requests]
+    alone = run(engine_for(model, num_blocks=512, on_device=False), requests)
     survived = saved = 0
     for seed in range(16):
         engine = tight(model, on_device)
