@@ -1,7 +1,8 @@
 """Copy weights from memory to a GPU with several threads.
 
 torch copies pageable memory, such as a memory-mapped file, with one thread. Here each thread copies a piece to its
-pinned buffer, from which the GPU reads it while other threads fill their buffers.
+pinned buffer, from which the GPU reads it while other threads fill their buffers. The streams of these threads only
+copy. A kernel on each, such as a conversion, would make every later graph slower: torch copies weights of other dtypes.
 """
 
 import threading
@@ -46,7 +47,8 @@ class _Uploader:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         rows = _PIECE * len(source) // source.nbytes if source.nbytes else 0
-        if source.dim() != 2 or source.is_cuda or source.stride(1) != 1 or source.nbytes < _LEAST or not rows:
+        is_plain = source.dim() == 2 and source.stride(1) == 1 and source.dtype == target.dtype and not source.is_cuda
+        if not is_plain or source.nbytes < _LEAST or not rows:
             target.copy_(source)
             return
         allocated = torch.cuda.current_stream(self._device).record_event()  # earlier work may still use the memory
@@ -60,6 +62,5 @@ class _Uploader:
         np.copyto(buffer.numpy(), source.view(torch.uint8).numpy())
         with torch.cuda.stream(stream):
             stream.wait_event(allocated)
-            pinned = buffer.view(source.dtype)
-            target.copy_(pinned if source.dtype == target.dtype else pinned.to(self._device, non_blocking=True), True)
+            target.copy_(buffer.view(source.dtype), non_blocking=True)
         stream.synchronize()
