@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import ssl
+import subprocess
 import sys
 import tempfile
 import zlib
@@ -217,10 +218,19 @@ def minillm_command(forking: Callable[[str], str]) -> tuple[str, ...]:
     return (forking("minillm"),)
 
 
-@pytest.fixture(scope="session")
-def python_with_torch(forking: Callable[[str], str]) -> str:
-    """Return a program that runs Python files, without the seconds that importing torch takes."""
-    return forking("torch")
+@pytest.fixture
+def compiling(forking: Callable[[str], str], tmp_path: Path) -> Callable[..., str]:
+    """Return a function that runs a Python file, or code after ``-c``, and returns its output. Kernels are compiled."""
+
+    def run(*arguments: object, **variables: str) -> str:
+        own = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+        command = [forking("torch"), *map(str, arguments)]
+        environment = {**os.environ, **own, **variables}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.stdout, done.stderr[-2000:]
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture(scope="session")

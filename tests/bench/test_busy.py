@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from lib.programs.warm import process_of
+from lib.terminal import children, wait_until_gone
 from minillm.bench.latency import busy
 
 _HOLDS = """
@@ -24,29 +25,10 @@ with busy(2):
 """
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def processor_time(pid: int) -> int:
     """Return the time in ticks; the time of a process that has ended does not grow."""
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return int(user) + int(system)
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("this did not come about")
 
 
 @pytest.fixture
@@ -69,7 +51,8 @@ def test_they_compute_inside_the_with_and_end_with_it() -> None:
         [*pids] = set(children(os.getpid())) - before
         assert len(pids) == 2
         for pid in pids:
-            until(lambda pid=pid: processor_time(pid) > 5)  # type: ignore[misc]
+            while processor_time(pid) <= 5:
+                time.sleep(0.01)
     assert set(children(os.getpid())) <= before
 
 
@@ -88,7 +71,8 @@ def test_none_outlives_a_process_that_is_stopped(
     assert len(others) == 2
     os.kill(process_of(process.pid), number)
     process.wait()
-    until(lambda: not any(is_there(pid) for pid in others))
+    for pid in others:
+        wait_until_gone(pid)
 
 
 def test_ctrl_c_on_a_terminal_reaches_all_of_them_at_once() -> None:
@@ -106,4 +90,5 @@ def test_ctrl_c_on_a_terminal_reaches_all_of_them_at_once() -> None:
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate()
     assert errors.count("Traceback") == 1
-    until(lambda: not any(is_there(pid) for pid in others))
+    for pid in others:
+        wait_until_gone(pid)

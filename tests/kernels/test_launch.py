@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,9 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_variants_are_found_without_a_launch(python_with_torch: str, tmp_path: Path) -> None:
+def test_variants_are_found_without_a_launch(compiling: Callable[..., str]) -> None:
     """Warnings are errors: Triton 3.9 warns if a launch does not decide about contraction."""
-    script = Path(__file__).with_name("launching.py")
-    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([python_with_torch, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == {
+    assert json.loads(compiling(Path(__file__).with_name("launching.py"))) == {
         "missing": ["_rms_norm_kernel", "_gated_kernel"],
         "before": [False, False],
         "refused": 1,
@@ -49,13 +44,11 @@ for is_backward in (False, True):
 
 
 @pytest.mark.slow
-def test_a_kernel_has_the_same_key_whatever_was_compiled_before(python_with_torch: str) -> None:
+def test_a_kernel_has_the_same_key_whatever_was_compiled_before(compiling: Callable[..., str]) -> None:
     """Otherwise the next process, or the one that compiles ahead, would not find it in Triton's cache.
 
     (Without `_hash_in_order`, Triton 3.6 fails here, and 3.7 does not.)
     """
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([python_with_torch, "-c", KEYS], env=environment, capture_output=True, text=True, check=True)
-    forward, backward = done.stdout.splitlines()
+    forward, backward = compiling("-c", KEYS).splitlines()
     assert forward == backward
     assert "_sequence_first_kernel" in forward

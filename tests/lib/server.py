@@ -73,13 +73,6 @@ class Server:
             assert time.monotonic() < deadline, "".join(self.said)
             time.sleep(0.1)
 
-    def wait_until_said(self, words: str) -> None:
-        """Return once a line of its standard error has these words; fails after a minute."""
-        deadline = time.monotonic() + 60
-        while not any(words in line for line in self.said):
-            assert time.monotonic() < deadline, "".join(self.said)
-            time.sleep(0.01)
-
 
 @contextmanager
 def served(

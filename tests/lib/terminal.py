@@ -41,6 +41,15 @@ def children(process: int) -> list[int]:
     return []
 
 
+def wait_until_gone(process: int) -> None:
+    """Return once a process has ended; fails after a minute."""
+    deadline = time.monotonic() + 60
+    with contextlib.suppress(OSError):
+        while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            assert time.monotonic() < deadline, f"{process} has not ended"
+            time.sleep(0.05)
+
+
 def waited_for_processor(process: int) -> float:
     """Return the seconds that a process's first thread was ready and did not run; 0 if it has ended."""
     with contextlib.suppress(OSError):

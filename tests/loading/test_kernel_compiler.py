@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 
+from lib.terminal import wait_until_gone
 from minillm.kernels.launch import Variant
 from minillm.loading import kernel_cache, kernel_compiler
 
@@ -23,17 +24,10 @@ SCRIPT = Path(__file__).with_name("compiling_kernels.py")
 
 
 @pytest.fixture
-def run(python_with_torch: str, tmp_path: Path) -> Callable[..., Any]:
+def run(compiling: Callable[..., str], tmp_path: Path) -> Callable[..., Any]:
     """Return a function that runs the script in an empty cache, and returns its results."""
-
-    def call(what: str, **variables: str) -> Any:
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "MINILLM_CACHE": str(tmp_path), **variables}
-        command = [python_with_torch, str(SCRIPT), what]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert done.stdout, done.stderr[-2000:]
-        return json.loads(done.stdout)
-
-    return call
+    variables = {"TRITON_CACHE_DIR": "", "MINILLM_CACHE": str(tmp_path)}
+    return lambda what, **more: json.loads(compiling(SCRIPT, what, **{**variables, **more}))
 
 
 def test_variants_are_compiled_into_the_cache(run: Callable[..., Any]) -> None:
@@ -88,10 +82,8 @@ def test_a_cache_that_cannot_be_written_is_replaced(run: Callable[..., Any], tmp
 def test_compilers_end_with_their_parent(run: Callable[..., Any]) -> None:
     left = run("die")
     assert len(left) >= 3
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{each}").exists() for each in left) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not [each for each in left if Path(f"/proc/{each}").exists()]
+    for each in left:
+        wait_until_gone(each)
 
 
 class Process:

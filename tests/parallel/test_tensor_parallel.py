@@ -29,7 +29,7 @@ from torch import Tensor
 from lib.engine import identity_of, run
 from lib.models import StateDict, hf_model
 from lib.programs.warm import process_of
-from lib.terminal import children
+from lib.terminal import children, wait_until_gone
 from lib.torchrun import of_two_ranks, torchrun
 from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
 from minillm.blockstore.files import BlockStore, listed
@@ -544,17 +544,6 @@ def line_of(engine: Engine) -> Any:
 
 def other_ranks(llm: LLM) -> list[int]:
     return [process.pid for process in line_of(llm.engine)._lines.processes.values()]
-
-
-def wait_until_gone(pid: int) -> None:
-    while True:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return
-        if state == "Z":
-            return
-        time.sleep(0.05)
 
 
 def listening(pids: list[int]) -> set[str]:

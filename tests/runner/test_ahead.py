@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -352,15 +350,10 @@ def test_prompts_next_to_shared_blocks_run_without_the_kernels_that_share_them(m
 
 
 @pytest.mark.slow
-def test_the_kernels_of_every_shape_are_found(python_with_torch: str, tmp_path: Path) -> None:
+def test_the_kernels_of_every_shape_are_found(compiling: Callable[..., str]) -> None:
     """Also those of shared blocks, copies and beam searches, and without a GPU."""
     pytest.importorskip("triton")
-    script = Path(__file__).with_name("tracing.py")
-    variables = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    environment = {**os.environ, **variables}
-    done = subprocess.run([python_with_torch, script], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = json.loads(compiling(Path(__file__).with_name("tracing.py")))
     assert found.keys() >= {
         "_begin_decode_kernel", "_end_decode_kernel", "_paged_attention_kernel", "_prefill_attention_kernel",
         "_chunk_first_kernel", "_sequence_first_kernel", "_merge_results_kernel", "_move_blocks_kernel",

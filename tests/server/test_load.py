@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from lib.server import Server, served
+from lib.terminal import wait_until_gone
 
 NUM_DISCONNECTS = int(os.environ.get("MINILLM_DISCONNECTS", "150"))
 NUM_HOSTILE = int(os.environ.get("MINILLM_HOSTILE", "400"))
@@ -176,11 +177,7 @@ def test_running_answers_end_when_the_server_is_stopped(tiny: Path) -> None:
                 pass
         server.process.wait(60)
         for pid in pids[1:]:
-            for _ in range(600):
-                if not Path(f"/proc/{pid}").exists():
-                    break
-                time.sleep(0.1)
-            assert not Path(f"/proc/{pid}").exists()
+            wait_until_gone(pid)
 
 
 def test_an_idle_server_rests(server: Server) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lib.terminal import wait_until_gone
 from lib.tokens import CHATML, ZEPHYR, byte_level, sentencepiece
 from minillm.errors import MinillmError, UsageError, WeightsError
 from minillm.text import sandbox
@@ -269,13 +270,7 @@ def test_a_render_outlives_its_killed_parent_by_seconds_only(tmp_path: Path) -> 
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{child}/stat").read_text().split(")")[1].split()[0] == "Z":
-            break
-        time.sleep(0.1)
-    else:
-        assert not Path(f"/proc/{child}").exists()
+    wait_until_gone(child)
 
 
 @pytest.mark.usefixtures("own_garbage")
