@@ -94,6 +94,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None
     stack.enter_context(
         warm.forking(directory, "scripted", "torch", "minillm", "worker", options=config.invocation_params.args)
     )
+    stack.enter_context(warm.forking(directory, "chat"))
     for spec in specs:
         spec.python = str(warm.program(directory, "worker"))
 
@@ -180,6 +181,8 @@ def _engines_and_servers_fork(forking: Callable[[str], str]) -> None:
         ui.FAKE[:] = [forking("scripted")]
     if server := sys.modules.get("lib.server"):
         server.FORKING[:] = [forking]
+    if terminal := sys.modules.get("lib.terminal"):
+        terminal.FORKING[:] = [forking]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import select
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "lib" / "programs"
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"  # of modules
 CHAT = (sys.executable, str(PROGRAMS / "chat_with_fake.py"))
+FORKING: list[Callable[[str], str]] = []  # the fixture ``forking``, set when the tests begin
 
 # Modes that the app switches on, and must switch off again: (on, off).
 MODES = {
@@ -69,10 +73,43 @@ def process_facts(process: int) -> str:
     return f"process {process} ({command}) is {fields[0]} in {sleeps or '?'} after {seconds:.1f} s of processor"
 
 
+class Forked:
+    """A chat that was forked by a process of `lib.programs.warm`; used like `subprocess.Popen`."""
+
+    def __init__(self, arguments: Sequence[str], terminal: int, environment: Mapping[str, str]) -> None:
+        self.returncode: Any = None
+        self._code = -signal.SIGKILL
+        self._asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._asked.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._asked.connect(str(Path(FORKING[0]("chat")).with_name("chat")))
+        message = json.dumps([arguments, os.getcwd(), dict(environment)]).encode()
+        socket.send_fds(self._asked, [message], [terminal] * 3)
+        self.pid = int(self._asked.recv(16))
+
+    def poll(self, seconds: float | None = 0) -> Any:
+        while self.returncode is None and select.select([self._asked], [], [], seconds)[0]:
+            if said := self._asked.recv(16):
+                self._code = int(said)
+            else:
+                self._asked.close()
+                self.returncode = self._code
+        return self.returncode
+
+    def wait(self) -> Any:
+        return self.poll(None)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 class Session:
     """A running program; `output` is everything it has written so far."""
 
-    def __init__(self, process: subprocess.Popen[bytes], master: int, slave: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Forked, master: int, slave: int) -> None:
         self.process = process
         self.output = b""
         self._typed = 0
@@ -211,14 +248,13 @@ def _running(
 
     # pytest-xdist sets LINES and COLUMNS, which would go before the terminal's own size.
     inherited = {name: value for name, value in os.environ.items() if name not in ("LINES", "COLUMNS")}
-    process = subprocess.Popen(
-        command,
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
-        preexec_fn=own_terminal,
-        env={**inherited, "TERM": "xterm-256color", "PYTHONPATH": PATH, **environment},
-    )
+    inherited = {**inherited, "TERM": "xterm-256color", "PYTHONPATH": PATH, **environment}
+    process: subprocess.Popen[bytes] | Forked
+    if tuple(command[:2]) == CHAT and not any(name.startswith("PYTHON") for name in environment):
+        process = Forked(command[2:], slave, inherited)
+    else:
+        streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+        process = subprocess.Popen(command, preexec_fn=own_terminal, env=inherited, **streams)
     running = Session(process, master, slave)
     try:
         yield running

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import minillm.cli.chat as command
 from lib.programs import state_dump
 from minillm.cli.main import main
 from minillm.ui import app as chat_app
@@ -27,9 +28,11 @@ def run() -> int:
     return code
 
 
-if __name__ == "__main__":
-    # Through the command line's own handling of errors and exit codes.
-    import minillm.cli.chat as command
-
+def start() -> int:
+    """Run the app through the command line's own handling of errors and exit codes."""
     command.chat = lambda arguments: run()
-    sys.exit(main(["chat"]))
+    return main(["chat"])
+
+
+if __name__ == "__main__":
+    sys.exit(start())

@@ -1,8 +1,9 @@
 """Processes that have imported modules and fork for each command, and the programs that ask them.
 
-A command then takes a tenth of a second to start, where a new process takes three. There are four kinds of process:
+A command then takes a tenth of a second to start, where a new process takes three. There are five kinds of process:
 
 - ``scripted`` has imported the scripted engine, and runs it.
+- ``chat`` has imported the chat app, and runs it with the scripted engine on a terminal. `lib.terminal` asks it.
 - ``torch`` has imported torch alone. It runs Python files, and code after ``-c``, where kernels may be compiled.
 - ``minillm`` runs the commands of `minillm`, code after ``-c``, and after ``-m`` the modules of its engines and ranks.
   Those of its commands are forks, too.
@@ -12,6 +13,7 @@ A command then takes a tenth of a second to start, where a new process takes thr
 from __future__ import annotations
 
 import atexit
+import fcntl
 import gc
 import json
 import os
@@ -21,11 +23,13 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 Run = Callable[[list[str]], int]  # run a command, return its exit code
 
@@ -117,7 +121,7 @@ def serve(directory: Path, kinds: Sequence[str]) -> None:
             asked, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()
-                _answer(asked, run)
+                (_take_terminal if kind == "chat" else _answer)(asked, run)
             asked.close()
         os._exit(0)
 
@@ -133,22 +137,9 @@ def _answer(asked: socket.socket, run: Run) -> None:
     """
     code = 70
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        message, streams, _, _ = socket.recv_fds(asked, _MOST, 4)
-        asked.send(str(os.getpid()).encode())
-        arguments, directory, environment = json.loads(message)
-        for number, stream in enumerate(streams[:3]):
-            os.dup2(stream, number)
+        arguments, streams = _receive(asked)
         if streams[3:]:
             arguments[-1] = str(streams[3])
-        sys.stdin, sys.stdout, sys.stderr = (
-            open(number, mode, buffering)  # noqa: SIM115
-            for number, mode, buffering in ((0, "r", -1), (1, "w", -1), (2, "w", 1))
-        )
-        os.chdir(directory)
-        os.environ.clear()
-        os.environ.update(environment)
         threading.Thread(target=lambda: asked.recv(1) or os._exit(code), daemon=True).start()
         code = run(arguments)
     except SystemExit as ended:
@@ -163,6 +154,38 @@ def _answer(asked: socket.socket, run: Run) -> None:
         os._exit(0)
 
 
+def _take_terminal(asked: socket.socket, run: Run) -> NoReturn:
+    """Run one command on the terminal of the program that asks. Exit as a new process does."""
+    arguments, streams = _receive(asked)
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for each in streams:
+        os.close(each)
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore
+    code = run(arguments)
+    asked.send(str(code).encode())
+    sys.exit(code)
+
+
+def _receive(asked: socket.socket) -> tuple[list[str], list[int]]:
+    """Take over the streams, the directory and the environment. Return the command and the streams."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    message, streams, _, _ = socket.recv_fds(asked, _MOST, 4)
+    asked.send(str(os.getpid()).encode())
+    arguments, directory, environment = json.loads(message)
+    for number, stream in enumerate(streams[:3]):
+        os.dup2(stream, number)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, buffering)  # noqa: SIM115
+        for number, mode, buffering in ((0, "r", -1), (1, "w", -1), (2, "w", 1))
+    )
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    return arguments, streams
+
+
 def scripted_engine(directory: Path) -> Run:
     """Import the scripted engine. Return the function that runs it."""
     from lib.programs import fake_engine
@@ -171,6 +194,20 @@ def scripted_engine(directory: Path) -> Run:
         sys.argv = ["fake_engine", *arguments]
         fake_engine.main()
         return 0
+
+    return run
+
+
+def chat(directory: Path) -> Run:
+    """Import the chat app. Return the function that runs it with the scripted engine."""
+    import minillm.ui.chat.markdown
+    import minillm.ui.dialogs
+    import minillm.ui.help  # noqa: F401
+    from lib.programs import chat_with_fake
+
+    def run(arguments: list[str]) -> int:
+        sys.argv[1:] = arguments
+        return chat_with_fake.start()
 
     return run
 
@@ -243,7 +280,7 @@ def worker(directory: Path) -> Run:
 
 
 KINDS: dict[str, Callable[[Path], Run]] = {
-    "scripted": scripted_engine, "torch": torch_alone, "minillm": commands, "worker": worker,
+    "scripted": scripted_engine, "chat": chat, "torch": torch_alone, "minillm": commands, "worker": worker,
 }  # fmt: skip
 
 if __name__ == "__main__":
