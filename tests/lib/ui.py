@@ -46,9 +46,11 @@ async def chat(
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 30) -> None:
+    pause = 0.02
     with anyio.fail_after(seconds):
         while not condition():
-            await pilot.pause(0.02)
+            await pilot.pause(pause)
+            pause = min(1.5 * pause, 0.1)
 
 
 def screen(pilot: Pilot[Any]) -> ChatScreen:

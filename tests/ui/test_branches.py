@@ -46,15 +46,6 @@ async def test_editing_a_question_begins_a_branch_and_keys_switch_back() -> None
         assert again.answer.text == "user=echo one;assistant=one;user=echo two;assistant=two;user=messages now;"
 
 
-async def test_escape_leaves_the_question_as_it_was() -> None:
-    async with chat() as pilot:
-        await ask(pilot, "echo one")
-        await pilot.press("alt+e", "escape")
-        assert screen(pilot).query_one(PromptInput).text == ""
-        await ask(pilot, "echo two")
-        assert len(screen(pilot).chat_pane.conversation.turns) == 2
-
-
 async def test_regenerating_is_a_branch_beside_the_first_answer() -> None:
     async with chat() as pilot:
         before = await ask(pilot, "echo one")
@@ -62,15 +53,22 @@ async def test_regenerating_is_a_branch_beside_the_first_answer() -> None:
         again = await answered(pilot, before)
         assert again.question == "echo one"
         assert screen(pilot).chat_pane.conversation.siblings(again) == [before, again]
+        lines = seen(pilot).splitlines()
+        [marked] = [number for number, line in enumerate(lines) if "2/2" in line]
+        assert "echo one" in lines[marked + 1], "where branches begin is said right above the question"
 
 
-async def test_continuing_adds_to_the_same_answer() -> None:
+async def test_escape_leaves_the_question_as_it_was_and_continuing_adds_to_the_same_answer() -> None:
     async with chat() as pilot:
         turn = await ask(pilot, "echo one")
+        await pilot.press("alt+e", "escape")
+        assert screen(pilot).query_one(PromptInput).text == ""
         await pilot.press("alt+c")
         # The script answers the last message, from either side.
         await until(pilot, lambda: turn.answer.text == "oneone" and not turn.answer.is_open)
         await until(pilot, lambda: "oneone" in seen(pilot))
+        await ask(pilot, "echo two")
+        assert len(screen(pilot).chat_pane.conversation.turns) == 2
 
 
 async def test_an_answer_that_fills_the_context_cannot_be_continued_and_stays() -> None:
@@ -84,7 +82,7 @@ async def test_an_answer_that_fills_the_context_cannot_be_continued_and_stays() 
         assert screen(pilot).chat_pane.run is None
 
 
-async def test_candidates_stream_side_by_side_and_one_is_accepted() -> None:
+async def test_one_of_the_candidates_is_accepted_the_others_become_branches_and_that_can_be_undone() -> None:
     async with chat(sampling={"n": 3}) as pilot:
         turn = await ask(pilot, "choose")
         assert [card.index for card in screen(pilot).query(CandidateCard)] == [0, 1, 2]
@@ -95,12 +93,6 @@ async def test_candidates_stream_side_by_side_and_one_is_accepted() -> None:
         await until(pilot, lambda: not screen(pilot).query(CandidatesView))
         assert "sample2 sample2" in seen(pilot)
         assert "sample3" not in seen(pilot)
-
-
-async def test_the_others_become_branches_and_accepting_can_be_undone() -> None:
-    async with chat(sampling={"n": 3}) as pilot:
-        turn = await ask(pilot, "choose")
-        await pilot.press("2")
         await until(pilot, lambda: "‹ 2/3 ›" in seen(pilot))
         await pilot.press("alt+u")
         await until(pilot, lambda: len(screen(pilot).query(CandidateCard)) == 3)
@@ -129,25 +121,19 @@ async def test_a_click_focuses_a_card_and_two_accept_it() -> None:
         await until(pilot, lambda: turn.answer.text == "sample2 sample2 ")
 
 
-async def test_tab_goes_from_the_prompt_to_the_first_card() -> None:
+async def test_tab_goes_to_the_first_card_and_space_shows_it_on_the_whole_screen() -> None:
     async with chat(sampling={"n": 3}) as pilot:
         turn = await ask(pilot, "choose")
         await pilot.press("tab")
-        assert next(iter(screen(pilot).query(CandidateCard))).has_focus
-        await pilot.press("tab", "enter")
-        await until(pilot, lambda: turn.answer.text == "sample2 sample2 ")
-
-
-async def test_space_shows_a_card_on_the_whole_screen_and_escape_leaves_it() -> None:
-    async with chat(sampling={"n": 3}) as pilot:
-        await ask(pilot, "choose")
-        card = list(screen(pilot).query(CandidateCard))[2]
-        card.focus()
+        card = screen(pilot).query(CandidateCard).first()
+        assert card.has_focus
         await pilot.press("space")
         await until(pilot, lambda: card.size.width > 100)
         await pilot.press("escape")
         await until(pilot, lambda: card.size.width < 100)
-        assert screen(pilot).chat_pane.conversation.turns[0].answer.candidates, "nothing was accepted"
+        assert turn.answer.candidates, "nothing was accepted"
+        await pilot.press("tab", "enter")
+        await until(pilot, lambda: turn.answer.text == "sample2 sample2 ")
 
 
 async def test_on_the_whole_screen_a_card_has_all_of_its_text_and_says_how_to_leave() -> None:
@@ -205,16 +191,6 @@ async def test_a_question_that_waits_comes_back_where_one_has_to_choose_first() 
         await until(pilot, lambda: any("choose an answer first" in note.message for note in pilot.app._notifications))
 
 
-async def test_where_branches_begin_is_said_right_above_the_question() -> None:
-    async with chat() as pilot:
-        first = await ask(pilot, "echo one")
-        await pilot.press("alt+r")
-        await answered(pilot, first)
-        lines = seen(pilot).splitlines()
-        [marked] = [number for number, line in enumerate(lines) if "2/2" in line]
-        assert "echo one" in lines[marked + 1]
-
-
 async def test_dialogs_are_not_covered_by_what_was_said_before_and_have_no_commands() -> None:
     async with chat() as pilot:
         await say(pilot, "/modle")
@@ -257,8 +233,7 @@ async def test_candidates_are_there_again_when_the_conversation_is_opened(tmp_pa
         await until(pilot, lambda: not screen(pilot).query(CandidateCard))
         await say(pilot, "/sessions")
         await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))
-        await until(pilot, lambda: pilot.app.screen.query_one(OptionList).option_count == 1)
-        await pilot.pause()
+        await until(pilot, lambda: pilot.app.screen.query_one(OptionList).highlighted == 0)
         await pilot.press("enter")
         await until(pilot, lambda: len(screen(pilot).query(CandidateCard)) == 3)
         assert "sample3 sample3 sample3" in seen(pilot)
@@ -308,17 +283,7 @@ async def test_reasoning_is_folded() -> None:
         await until(pilot, lambda: "let me see" in seen(pilot))
 
 
-async def test_the_oldest_turns_go_when_the_context_is_full_and_that_is_said() -> None:
-    async with chat() as pilot:
-        await ask(pilot, "echo one")
-        await ask(pilot, "echo two")
-        turn = await ask(pilot, "fit into it")
-        assert turn.answer.text == "fit into it"
-        assert any("no longer sees the oldest 2 turns" in note for note in notes(pilot))
-        assert len(screen(pilot).chat_pane.conversation.turns) == 3, "they stay on the screen"
-
-
-async def test_wrong_commands_are_explained() -> None:
+async def test_wrong_commands_are_explained_and_others_completed_while_typed() -> None:
     async with chat() as pilot:
 
         def told(words: str) -> bool:
@@ -338,10 +303,6 @@ async def test_wrong_commands_are_explained() -> None:
         assert screen(pilot).app.settings.sampling["temperature"] == 0.25
         for question in ("// a comment", "/* another */", "/usr/bin/env is what?", " /help is what?"):
             assert (await ask(pilot, question)).question == question.strip(), "no command"
-
-
-async def test_commands_are_hinted_and_completed_while_typed() -> None:
-    async with chat() as pilot:
         await pilot.press("slash", "b", "e")
         await until(pilot, lambda: "/beams N" in seen(pilot))
         await pilot.press("tab")
@@ -350,7 +311,7 @@ async def test_commands_are_hinted_and_completed_while_typed() -> None:
         await until(pilot, lambda: screen(pilot).app.settings.num_candidates == 4)
 
 
-async def test_what_was_sent_comes_back_with_the_arrow_keys() -> None:
+async def test_what_was_sent_comes_back_with_the_arrow_keys_and_the_oldest_turns_go_from_a_full_context() -> None:
     async with chat() as pilot:
         await ask(pilot, "echo one")
         await ask(pilot, "echo two")
@@ -362,11 +323,15 @@ async def test_what_was_sent_comes_back_with_the_arrow_keys() -> None:
         assert prompt.text == "echo one"
         await pilot.press("down", "down")
         assert prompt.text == "draft"
+        turn = await ask(pilot, "fit into it")
+        assert turn.answer.text == "fit into it"
+        assert any("no longer sees the oldest 2 turns" in note for note in notes(pilot))
+        assert len(screen(pilot).chat_pane.conversation.turns) == 3, "they stay on the screen"
 
 
-async def test_probabilities_show_alternatives_and_no_control_character() -> None:
+async def test_of_the_alternatives_shown_one_is_picked_and_the_answer_goes_on_from_it_in_a_branch() -> None:
     async with chat() as pilot:
-        await ask(pilot, "echo xyz")
+        first = await ask(pilot, "echo xyz")
         await pilot.press("alt+p")
         await until(pilot, lambda: isinstance(pilot.app.screen, ProbabilityScreen))
         await pilot.pause()
@@ -377,14 +342,7 @@ async def test_probabilities_show_alternatives_and_no_control_character() -> Non
         assert "␛[31m" in text
         await pilot.press("right", "right", "right")
         assert "token 3 of 3" in str(pilot.app.screen.query_one("#alternatives", Static).render())
-
-
-async def test_a_token_is_picked_and_the_answer_goes_on_from_it_in_a_branch() -> None:
-    async with chat() as pilot:
-        first = await ask(pilot, "echo xyz")
-        await pilot.press("alt+p")
-        await until(pilot, lambda: isinstance(pilot.app.screen, ProbabilityScreen))
-        await pilot.press("right", "down")  # to the token that was said
+        await pilot.press("left", "down")  # to the token that was said
         assert "▸  a␛[31m" in str(pilot.app.screen.query_one("#alternatives", Static).render())
         await pilot.press("up", "enter")
         await until(pilot, lambda: screen(pilot).chat_pane.conversation.leaf is not first)
@@ -455,7 +413,7 @@ async def test_a_conversation_is_saved_as_it_grows_and_resumed(tmp_path: Path) -
         assert not list(tmp_path.glob("*.json"))
 
 
-async def test_exporting_and_copying(tmp_path: Path) -> None:
+async def test_a_conversation_is_exported_and_copied_named_and_found_by_its_name(tmp_path: Path) -> None:
     async with chat() as pilot:
         await ask(pilot, "echo Here:\n```python\nprint(1)\n```\nand\n~~~\nlast\n~~~\n")
         await say(pilot, f"/export {tmp_path}/conversation.md")
@@ -465,6 +423,13 @@ async def test_exporting_and_copying(tmp_path: Path) -> None:
         await until(pilot, lambda: pilot.app.clipboard == "last\n")
         await pilot.press("alt+y")
         await until(pilot, lambda: "print(1)" in pilot.app.clipboard)
+        await say(pilot, "/title Herons of the\tNile")
+        await ask(pilot, "echo two")
+        await pilot.press("ctrl+n", "ctrl+o")
+        await until(pilot, lambda: "2 turns  Herons of the Nile" in seen(pilot))
+        await pilot.press(*"nile", "enter")
+        await until(pilot, lambda: len(screen(pilot).chat_pane.conversation.turns) == 2)
+        assert screen(pilot).chat_pane.conversation.shown_title == "Herons of the Nile"
 
 
 async def test_every_view_opens_with_its_key_and_closes_with_it() -> None:
@@ -480,18 +445,6 @@ async def test_every_view_opens_with_its_key_and_closes_with_it() -> None:
         assert not screen(pilot).query_one("#chat-pane").display
         await pilot.press("alt+v")
         assert screen(pilot).query_one("#chat-pane").display
-
-
-async def test_a_conversation_is_named_and_found_by_its_name() -> None:
-    async with chat() as pilot:
-        await ask(pilot, "echo one")
-        await say(pilot, "/title Herons of the\tNile")
-        await ask(pilot, "echo two")
-        await pilot.press("ctrl+n", "ctrl+o")
-        await until(pilot, lambda: "2 turns  Herons of the Nile" in seen(pilot))
-        await pilot.press(*"nile", "enter")
-        await until(pilot, lambda: len(screen(pilot).chat_pane.conversation.turns) == 2)
-        assert screen(pilot).chat_pane.conversation.shown_title == "Herons of the Nile"
 
 
 async def test_a_text_that_begins_with_a_digit_takes_no_candidate() -> None:

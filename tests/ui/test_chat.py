@@ -50,13 +50,6 @@ async def test_an_answer_streams_into_the_transcript() -> None:
         assert screen(pilot).query_one(PromptInput).text == ""
 
 
-async def test_every_turn_brings_the_whole_history_and_the_system_prompt() -> None:
-    async with chat(system="be brief") as pilot:
-        await ask(pilot, "echo one")
-        view = await ask(pilot, "messages please")
-        assert view.answer.text == "system=be brief;user=echo one;assistant=one;user=messages please;"
-
-
 async def test_escape_stops_an_answer_and_keeps_what_was_said() -> None:
     async with chat() as pilot:
         await say(pilot, "endless")
@@ -71,21 +64,16 @@ async def test_escape_stops_an_answer_and_keeps_what_was_said() -> None:
 
 async def test_an_answer_stopped_before_its_first_word_gives_the_question_back() -> None:
     async with chat() as pilot:
+        status = screen(pilot).query_one(StatusBar)
+        assert status.status.activity == "ready"
         await say(pilot, "never mind")
         await until(pilot, lambda: screen(pilot).query(AnswerView))
+        await until(pilot, lambda: status.status.activity == "reading")
         await pilot.press("escape")
+        await until(pilot, lambda: status.status.activity == "ready")
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "never mind")
         assert not screen(pilot).query(AnswerView)
         assert screen(pilot).chat_pane.conversation.turns == []
-
-
-async def test_a_second_question_waits_for_the_first_answer() -> None:
-    async with chat() as pilot:
-        await say(pilot, "endless")
-        await until(pilot, lambda: "word" in seen(pilot))
-        await say(pilot, "another")
-        await pilot.pause(0.1)
-        assert len(screen(pilot).query(AnswerView)) == 1
 
 
 async def test_a_new_conversation_forgets_the_old_one_and_frees_its_blocks() -> None:
@@ -96,15 +84,11 @@ async def test_a_new_conversation_forgets_the_old_one_and_frees_its_blocks() -> 
         await until(pilot, lambda: screen(pilot).pool.used_blocks == 0)  # type: ignore[union-attr]
         assert not screen(pilot).query(AnswerView)
         assert (await ask(pilot, "messages")).answer.text == "user=messages;"
-
-
-async def test_a_new_conversation_during_an_answer_shows_none_of_it() -> None:
-    async with chat() as pilot:
         await say(pilot, "endless")
         await until(pilot, lambda: "word" in seen(pilot))
         await pilot.press("ctrl+n")
         await pilot.pause(0.3)
-        assert "word" not in seen(pilot)
+        assert "word" not in seen(pilot), "nothing of an answer is shown that goes on"
         assert (await ask(pilot, "echo two")).answer.text == "two"
 
 
@@ -131,18 +115,17 @@ async def test_a_crash_of_the_engine_is_said_and_the_conversation_goes_on() -> N
         assert "user=echo one;assistant=one;" in (await ask(pilot, "messages")).answer.text
 
 
-async def test_nonsense_from_the_engine_is_said() -> None:
+async def test_a_full_context_a_failed_request_and_nonsense_from_the_engine_are_explained() -> None:
     async with chat() as pilot:
-        await say(pilot, "garbage")
-        await until(pilot, lambda: "sent an invalid message" in "".join(notes(pilot)))
-
-
-async def test_a_failed_request_gives_the_question_back_with_the_reason() -> None:
-    async with chat() as pilot:
+        await say(pilot, "full")
+        await until(pilot, lambda: notes(pilot) and "1,200 tokens" in notes(pilot)[-1])
+        assert "longer context" in notes(pilot)[-1]
         await say(pilot, "fail")
         await until(pilot, lambda: "the request ␛[31mbroke" in "".join(notes(pilot)))
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "fail")
         assert (await ask(pilot, "echo on")).answer.text
+        await say(pilot, "garbage")
+        await until(pilot, lambda: "sent an invalid message" in "".join(notes(pilot)))
 
 
 async def test_a_reader_who_has_scrolled_up_is_told_that_the_text_goes_on() -> None:
@@ -169,15 +152,21 @@ async def test_a_question_waits_for_the_answer_before_it() -> None:
         assert "queued" not in seen(pilot)
 
 
-async def test_escape_takes_a_waiting_question_back_before_it_stops_the_answer() -> None:
+async def test_escape_leaves_the_whole_screen_and_takes_waiting_questions_back_before_it_stops_the_answer() -> None:
     async with chat() as pilot:
+        pane = screen(pilot).chat_pane
         await say(pilot, "endless")
         await until(pilot, lambda: "word" in seen(pilot))
+        await pilot.press("alt+v", "escape")
+        assert not screen(pilot).has_class("-expanded")
+        assert pane.run is not None
+        assert not pane.run.is_stopping
+        assert pane.prompt.has_focus
         await say(pilot, "echo two")
         await say(pilot, "echo three")
         await until(pilot, lambda: "2 questions" in seen(pilot))
+        assert len(screen(pilot).query(AnswerView)) == 1
         await pilot.press("escape")
-        pane = screen(pilot).chat_pane
         assert pane.prompt.text == "echo two\necho three"
         assert pane.run is not None
         assert not pane.run.is_stopping
@@ -207,18 +196,13 @@ async def test_keys_behind_enter_are_the_next_question() -> None:
         assert prompt.text == "abc"
 
 
-async def test_editing_is_shown_until_it_ends() -> None:
+async def test_editing_is_shown_until_it_ends_and_letters_reach_the_prompt_from_anywhere() -> None:
     async with chat() as pilot:
         await ask(pilot, "echo one")
         await pilot.press("alt+e")
         await until(pilot, lambda: "editing" in seen(pilot))
         await pilot.press("escape")
         await until(pilot, lambda: "editing" not in seen(pilot))
-
-
-async def test_letters_reach_the_prompt_from_anywhere() -> None:
-    async with chat() as pilot:
-        await ask(pilot, "echo one")
         prompt = screen(pilot).query_one(PromptInput)
         await pilot.click("Transcript")
         assert not prompt.has_focus
@@ -228,33 +212,6 @@ async def test_letters_reach_the_prompt_from_anywhere() -> None:
         await until(pilot, lambda: screen(pilot).has_class("-expanded"))
         await pilot.press("!")
         assert (prompt.text, screen(pilot).has_class("-expanded")) == ("hi!", False)
-
-
-async def test_escape_leaves_the_whole_screen_before_it_does_anything_else() -> None:
-    async with chat() as pilot:
-        await say(pilot, "endless")
-        await until(pilot, lambda: "word" in seen(pilot))
-        await pilot.press("alt+v", "escape")
-        assert not screen(pilot).has_class("-expanded")
-        run = screen(pilot).chat_pane.run
-        assert run is not None
-        assert not run.is_stopping
-        assert screen(pilot).query_one(PromptInput).has_focus
-
-
-async def test_the_welcome_stays_until_the_first_question() -> None:
-    async with chat() as pilot:
-        assert notes(pilot), "the model is ready"
-        assert "Ask something" in seen(pilot)
-        await ask(pilot, "echo one")
-        assert "Ask something and" not in seen(pilot)
-
-
-async def test_a_full_context_says_what_to_do() -> None:
-    async with chat() as pilot:
-        await say(pilot, "full")
-        await until(pilot, lambda: notes(pilot) and "1,200 tokens" in notes(pilot)[-1])
-        assert "longer context" in notes(pilot)[-1]
 
 
 @pytest.mark.parametrize(("model", "words"), [("missing", "no such model"), ("base", "no chat template")])
@@ -296,8 +253,11 @@ async def test_sampling_is_checked_and_taken_over() -> None:
         assert "('seed', 7)" in (await ask(pilot, "params")).answer.text
 
 
-async def test_the_system_prompt_can_be_changed() -> None:
-    async with chat() as pilot:
+async def test_every_turn_brings_the_whole_history_and_the_system_prompt_which_can_be_changed() -> None:
+    async with chat(system="be brief") as pilot:
+        await ask(pilot, "echo one")
+        view = await ask(pilot, "messages please")
+        assert view.answer.text == "system=be brief;user=echo one;assistant=one;user=messages please;"
         await pilot.press("f4")
         assert isinstance(pilot.app.screen, SystemScreen)
         pilot.app.screen.query_one(TextArea).text = "you are a pirate"
@@ -320,8 +280,11 @@ async def test_another_model_takes_another_engine_and_keeps_the_conversation() -
         assert "assistant=one" in (await ask(pilot, "messages")).answer.text
 
 
-async def test_help_opens_with_a_question_mark_and_closes() -> None:
+async def test_a_key_changes_the_theme_and_help_opens_with_a_question_mark_and_closes() -> None:
     async with chat() as pilot:
+        dark = pilot.app.theme
+        await pilot.press("ctrl+t")
+        assert pilot.app.theme != dark
         await pilot.press("?")
         assert isinstance(pilot.app.screen, HelpScreen)
         await pilot.press("escape")
@@ -330,9 +293,12 @@ async def test_help_opens_with_a_question_mark_and_closes() -> None:
         assert screen(pilot).query_one(PromptInput).text == "why?"
 
 
-async def test_the_panel_shows_blocks_and_the_block_table() -> None:
+async def test_the_welcome_stays_until_the_first_question_and_the_panel_shows_its_blocks() -> None:
     async with chat() as pilot:
+        assert notes(pilot), "the model is ready"
+        assert "Ask something" in seen(pilot)
         await ask(pilot, "echo one")
+        assert "Ask something and" not in seen(pilot)
         await pilot.press("f5")
         await until(pilot, lambda: "idle" in seen(pilot))
         shown = seen(pilot)
@@ -454,23 +420,6 @@ async def test_a_large_pool_is_drawn_by_the_line() -> None:
         await pilot.pause()
         assert pool_map.virtual_size.height == 625
         assert len(list(pool_map.walk_children())) == 0
-
-
-async def test_light_and_dark() -> None:
-    async with chat() as pilot:
-        dark = pilot.app.theme
-        await pilot.press("ctrl+t")
-        assert pilot.app.theme != dark
-
-
-async def test_the_status_says_what_goes_on() -> None:
-    async with chat() as pilot:
-        status = screen(pilot).query_one(StatusBar)
-        assert status.status.activity == "ready"
-        await say(pilot, "never")
-        await until(pilot, lambda: status.status.activity == "reading")
-        await pilot.press("escape")
-        await until(pilot, lambda: status.status.activity == "ready")
 
 
 async def test_a_click_on_a_key_in_the_last_line_presses_it() -> None:

@@ -84,6 +84,8 @@ async def test_pieces_give_what_the_whole_gives(
         await pilot.pause()
         assert list(texts(growing)) == list(texts(at_once))
         assert growing.size == at_once.size
+        first, last = at_once.children[0], at_once.children[-1]
+        assert (first.region.y, last.region.bottom) == (at_once.region.y, at_once.region.bottom), "an empty line"
 
 
 @pytest.mark.parametrize(
@@ -201,16 +203,3 @@ async def test_a_new_block_changes_nothing_of_those_above_it(monkeypatch: pytest
         assert len(markdown.children) == 17
         assert set(markdown.children[15:]) <= styled
         assert not styled & above
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("name", TEXTS)
-async def test_no_empty_line_above_or_below(name: str) -> None:
-    app = Shown()
-    async with app.run_test(size=(40, 60)) as pilot:
-        markdown = app.query_one(ModelMarkdown)
-        await markdown.append_text(TEXTS[name])
-        await pilot.pause()
-        first, last = markdown.children[0], markdown.children[-1]
-        assert first.region.y == markdown.region.y
-        assert last.region.bottom == markdown.region.bottom

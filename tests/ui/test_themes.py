@@ -63,9 +63,12 @@ async def faint(pilot: Pilot[Any], where: str, in_all: bool, views: Sequence[str
     each change of theme restyles the whole chat.
     """
     found, app = [], screen(pilot).app
+    update = app.stylesheet.update
     await until(pilot, lambda: any(words_of(pilot)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Screen, "_compositor_refresh", lambda _: None)  # nobody looks: it is drawn for `words_of` only
+        # No screen below a dialog is looked at.
+        patch.setattr(app.stylesheet, "update", lambda root, **_: root in app.screen_stack[:-1] or update(root))
         for (turn, kind), (number, name) in itertools.product(enumerate(KINDS), enumerate(THEMES)):
             if not in_all and (zlib.crc32(where.encode()) + number) % (2 * len(KINDS)) != turn:
                 continue
