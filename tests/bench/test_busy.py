@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,13 +78,8 @@ def test_none_outlives_a_process_that_is_stopped(
 
 def test_ctrl_c_on_a_terminal_reaches_all_of_them_at_once() -> None:
     """The whole group gets the signal: only the process that was told to sleep prints a traceback."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOLDS],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", _HOLDS], **pipes, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         others = children(process.pid)

@@ -348,24 +348,9 @@ def test_ctrl_c_keeps_finished_results(minillm_command: tuple[str, ...], tiny_mo
     requests = [{"prompt": "a", "max_tokens": 2, "ignore_eos": True}]
     requests += [{"prompt": "b", "max_tokens": 480, "ignore_eos": True}] * 60
     path.write_text("\n".join(map(json.dumps, requests)))
-    process = subprocess.Popen(
-        [
-            *minillm_command,
-            "generate",
-            "-f",
-            str(path),
-            "--json",
-            "--model",
-            str(tiny_model),
-            "--device",
-            "cpu",
-            "--max-num-seqs",
-            "4",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = [*minillm_command, "generate", "-f", str(path), "--json", "--model", str(tiny_model), "--device", "cpu"]
+    command += ["--max-num-seqs", "4"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     first = process.stdout.readline()
     process.send_signal(signal.SIGINT)
@@ -382,12 +367,8 @@ def test_ctrl_c_while_loading_is_quiet(of_long_answers: Path) -> None:
     begun = "print('begun', flush=True); from minillm.cli.main import main; raise SystemExit(main())"
     options = ("--device", "cpu", "--num-blocks", "1024", "--max-tokens", "16000", "--ignore-eos")  # it has not ended
     for delay in (0.05, 0.4, 0.8, 1.3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", begun, "generate", "x", "--model", str(of_long_answers), *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-c", begun, "generate", "x", "--model", str(of_long_answers), *options]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         time.sleep(delay)

@@ -60,20 +60,17 @@ def main() -> None:
             x, x, weight, 64, 1e-5, SIZE=64, TILE=64, ADD=False, PDL=False, num_warps=1, enable_fp_fusion=False
         )
     )
-    print(
-        json.dumps(
-            {
-                "missing": [each.name for each in missing],
-                "before": before,
-                "refused": refused,
-                "after": after,
-                "left": len(left),
-                "unfinished": [each.name for each in unfinished],
-                "launch compiles": len(launched) - len(compiled),
-                "without contraction": [each.name for each in other],
-            }
-        )
-    )
+    found = {
+        "missing": [each.name for each in missing],
+        "before": before,
+        "refused": refused,
+        "after": after,
+        "left": len(left),
+        "unfinished": [each.name for each in unfinished],
+        "launch compiles": len(launched) - len(compiled),
+        "without contraction": [each.name for each in other],
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -631,13 +631,8 @@ input()
 def test_ctrl_c_ends_all_ranks(tiny_model: Path, when: str, forking: Callable[[str], str]) -> None:
     arguments = ["generate", "x", "y", "--model", str(tiny_model), "--device", "cpu", "--tensor-parallel-size", "2"]
     arguments += ["--num-blocks", "64", "--max-tokens", "100", "--ignore-eos", "--json"]
-    process = subprocess.Popen(
-        [forking("minillm"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([forking("minillm"), *arguments], **pipes, start_new_session=True)
     assert process.stdout is not None
     while not (workers := _workers_of(process.pid)):
         time.sleep(0.01)
