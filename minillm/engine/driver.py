@@ -113,12 +113,15 @@ class Driver:
                         else:
                             mine[group.request_id] = key
                             added(key, group)
-                for request_id in [name for name in self._deltas if name in mine]:
+                ended = [name for name in list(self.engine.requests.finished) if name in mine]
+                if ended:
+                    with self._lock:
+                        pass  # the step that ended them has now kept their last deltas
+                for request_id in [name for name in mine if name in self._deltas]:
                     deltas = self._deltas[request_id]
                     while deltas:
                         yield mine[request_id], deltas.popleft()
-                finished = self.engine.requests.finished
-                for request_id in [name for name in list(finished) if name in mine]:
+                for request_id in ended:
                     self._deltas.pop(request_id, None)
                     yield mine.pop(request_id), self.engine.requests.take(request_id)
                 if mine:
@@ -127,7 +130,7 @@ class Driver:
             with self._lock:
                 for request_id in mine:
                     self.engine.abort(request_id)
-                self.engine.carry_out_aborts()
+                self._keep(self.engine.carry_out_aborts())
                 for request_id in mine:
                     self.engine.requests.finished.pop(request_id, None)
                     self._deltas.pop(request_id, None)
@@ -138,7 +141,6 @@ class Driver:
         The deltas of streamed requests are kept for their callers in `run`. An exception of the engine that ended
         requests is stored in their outputs. It is raised only if it ended no request, or if the engine cannot continue.
         """
-        others: list[Delta] = []
         with self._lock, deferred_interrupt():
             num_groups = len(self.engine.requests.groups)
             try:
@@ -147,9 +149,14 @@ class Driver:
                 if isinstance(error, MinillmError) or len(self.engine.requests.groups) == num_groups:
                     raise
                 deltas = self.engine.take_undelivered()
-            for delta in deltas:
-                box = self._deltas.get(delta.request_id)
-                (others if box is None else box).append(delta)
+            return self._keep(deltas)
+
+    def _keep(self, deltas: list[Delta]) -> list[Delta]:
+        """Keep the deltas of streamed requests for their callers in `run`. Return the others."""
+        others: list[Delta] = []
+        for delta in deltas:
+            box = self._deltas.get(delta.request_id)
+            (others if box is None else box).append(delta)
         return others
 
     def _add(self, request: Request) -> SequenceGroup:

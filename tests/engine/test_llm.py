@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,9 @@ import torch
 
 from lib.cache_checks import check
 from minillm import LLM, SamplingParams
+from minillm.engine.requests import Request
 from minillm.errors import CapacityError, MinillmError, UsageError, WeightsError
+from minillm.outputs import Delta
 from minillm.system import deferred_interrupt
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -240,6 +245,41 @@ def test_two_streams_interleave(llm: LLM) -> None:
                 both[number].append(delta.token_ids)
     assert list(first) == list(second) == []
     assert both == alone
+
+
+def test_streams_of_many_threads(llm: LLM) -> None:
+    """Threads switch as often as they can, so they often add requests while others look for their own."""
+    prompts = [[5, 6, 7 + number % 5] for number in range(120)]
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    alone = [[delta.token_ids for delta in llm.stream(prompt, params)] for prompt in prompts[:5]]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(32) as pool:
+            streams = list(pool.map(lambda prompt: list(llm.stream(prompt, params)), prompts))
+    finally:
+        sys.setswitchinterval(before)
+    assert [[delta.token_ids for delta in stream] for stream in streams] == alone * 24
+
+
+def test_a_step_of_another_caller_ends_no_stream_early(llm: LLM) -> None:
+    request = Request([5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True), streamed=True)
+    jobs = iter([[(name, lambda: request) for name in "ab"]])
+    found = Counter[str]()
+    for name, result in llm._driver.run(lambda num_free_seqs: next(jobs, [])):
+        found[name] += isinstance(result, Delta)
+        if name == "b":  # the deltas of "a" have been taken
+            llm._driver.step()
+    assert found == {"a": 4, "b": 4}
+
+
+def test_a_stream_that_is_left_takes_no_delta_from_another(llm: LLM) -> None:
+    first, second = (llm.stream(name, GREEDY, request_id=name) for name in ("first", "second"))
+    next(first)
+    next(second)
+    llm.abort("first")
+    second.close()
+    assert list(first)[-1].finish_reason == "abort"
 
 
 def test_abort_from_another_thread_keeps_what_was_said(llm: LLM) -> None:
