@@ -6,11 +6,13 @@ import asyncio
 import subprocess
 import sys
 import time
+from io import BytesIO
 
 import pytest
 
 from minillm.progress import Progress
 from minillm.service import __main__ as process
+from minillm.service import call_messages
 from minillm.service.__main__ import Inbox
 from minillm.service.client import CommandClient
 from minillm.service.messages import (
@@ -64,6 +66,7 @@ def test_the_exit_code_reaches_the_app_while_it_could_still_send() -> None:
 SCRIPTED = """
 import sys, time
 from minillm.service import __main__ as process
+from minillm.service import call_messages
 from minillm.service.messages import Notice
 
 def serve(inbox, send, is_app):
@@ -105,6 +108,13 @@ def test_the_engine_ends_with_a_front_end_that_was_killed() -> None:
         assert front_end.stderr.readline() == b"loading\n"
         front_end.kill()
         assert front_end.stderr.read() == b"", "the end of both processes"
+
+
+def test_a_message_that_was_cut_off_ends_the_calls() -> None:
+    """A server that is killed may leave the beginning of a message."""
+    data = call_messages.encode(call_messages.Ping("a"))
+    for size in range(len(data)):
+        assert [*process._frames(BytesIO(data + data[:size]))] == [call_messages.Ping("a")]
 
 
 @pytest.mark.anyio
