@@ -76,8 +76,7 @@ def keys_of(prompt: Any, salt: str | None) -> list[int]:
 
 def start_engine(number: int, count: int, options: Mapping[str, Any]) -> EngineProcess:
     """Start the process of engine ``number`` of ``count``. Raises UsageError if ``options`` name one GPU for all."""
-    words = place(number, count, options) if count > 1 else ()
-    return EngineProcess((*words, *ENGINE_COMMAND, "http"))
+    return EngineProcess((*(place(number, count, options) if count > 1 else ()), *ENGINE_COMMAND, "http"))
 
 
 @dataclass
@@ -112,8 +111,8 @@ class Replicas:
         async def begin(number: int) -> CallClient:
             is_first = number == len(self.engines)  # a restarted engine needs a new process and reports no progress
             process = processes[number] if is_first else start_engine(number, len(processes), load.options)
-            reports = is_first and number == 0
-            engine = await CallClient.start(process, load, on_loading if reports else lambda event: None)
+            report = on_loading if is_first and number == 0 else lambda event: None
+            engine = await CallClient.start(process, load, report)
             engine.listeners, engine.answered = self.listeners, self.answered
             return engine
 
