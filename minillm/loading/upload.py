@@ -1,8 +1,8 @@
 """Copy weights from memory to a GPU with several threads.
 
 torch copies pageable memory, such as a memory-mapped file, with one thread. Here each thread copies a piece to its
-pinned buffer, from which the GPU reads it while other threads fill their buffers. The streams of these threads only
-copy. A kernel on each, such as a conversion, would make every later graph slower: torch copies weights of other dtypes.
+pinned buffer, from which the GPU reads it while other threads fill their buffers. Kernels on many streams would make
+every later graph slower, so the threads share one stream, and torch copies weights that need a conversion.
 """
 
 import threading
@@ -37,13 +37,12 @@ def uploads(device: torch.device) -> Iterator[Copy]:
 
 class _Uploader:
     def __init__(self, device: torch.device) -> None:
-        self._device, self._thread = device, threading.local()
+        self._device, self._stream, self._thread = device, torch.cuda.Stream(device), threading.local()
         self.pool = ThreadPoolExecutor(_THREADS, "upload", self._begin)
 
     def _begin(self) -> None:
         torch.cuda.set_device(self._device)
         self._thread.buffer = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
-        self._thread.stream = torch.cuda.Stream(self._device)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         rows = _PIECE * len(source) // source.nbytes if source.nbytes else 0
@@ -51,16 +50,15 @@ class _Uploader:
         if not is_plain or source.nbytes < _LEAST or not rows:
             target.copy_(source)
             return
-        allocated = torch.cuda.current_stream(self._device).record_event()  # earlier work may still use the memory
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # it may still use the memory
         starts = range(0, len(source), rows)
         pieces = [(target[start : start + rows], source[start : start + rows]) for start in starts]
-        for done in [self.pool.submit(self._copy_piece, *piece, allocated) for piece in pieces]:
+        for done in [self.pool.submit(self._copy_piece, *piece) for piece in pieces]:
             done.result()
 
-    def _copy_piece(self, target: Tensor, source: Tensor, allocated: torch.cuda.Event) -> None:
-        stream, buffer = self._thread.stream, self._thread.buffer[: source.nbytes].view(len(source), -1)
+    def _copy_piece(self, target: Tensor, source: Tensor) -> None:
+        buffer = self._thread.buffer[: source.nbytes].view(len(source), -1)
         np.copyto(buffer.numpy(), source.view(torch.uint8).numpy())
-        with torch.cuda.stream(stream):
-            stream.wait_event(allocated)
+        with torch.cuda.stream(self._stream):
             target.copy_(buffer.view(source.dtype), non_blocking=True)
-        stream.synchronize()
+        self._stream.record_event().synchronize()
