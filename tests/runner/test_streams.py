@@ -25,7 +25,7 @@ def test_a_device_has_one_stream_for_captures(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_else_makes_streams() -> None:
-    """The exceptions are the stream on which a rank stops the others, idle before, and one that only copies weights."""
+    """Exceptions: a rank stops the others on one, idle before, and weights are copied on one."""
     folders = {Path(module.__file__ or "").resolve().parent for module in (minillm, streams)}
     paths = {path for folder in folders for path in folder.rglob("*.py")}
     made = {path.name for path in paths if re.search(r"cuda\.Stream\(|cuda\.graph\((?!.*stream=)", path.read_text())}
