@@ -1,4 +1,4 @@
-"""Uses of Textual's private names, with `textual_messages` and `textual_styles`. Other modules use documented names.
+"""All uses of Textual's private names. The other modules use only documented names.
 
 Written for and tested with Textual 8.2.8. After an update, check this file first.
 """
@@ -29,8 +29,7 @@ from textual.widget import MountError, Widget
 from textual.widgets import OptionList, TextArea
 from textual.worker import WorkerFailed
 
-import minillm.ui.textual_messages
-import minillm.ui.textual_styles  # noqa: F401  both make Textual faster
+import minillm.ui.textual_styles  # noqa: F401  it makes styling faster
 from minillm.text.safe import clean
 from minillm.ui.terminal import LateAnswers, Pastes
 
