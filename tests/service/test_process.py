@@ -27,7 +27,7 @@ from minillm.service.messages import (
     decode_event,
     encode,
 )
-from minillm.service.process import ENGINE_COMMAND, EngineProcess
+from minillm.service.process import EngineProcess
 from minillm.system import start_connected
 
 STARTING = [Loading(Progress("starting", 0, None, ""))]
@@ -54,7 +54,8 @@ def test_an_error_of_the_load_is_one_line_and_the_exit_code(monkeypatch: pytest.
 
 
 def test_the_exit_code_reaches_the_app_while_it_could_still_send() -> None:
-    connection, running = start_connected(ENGINE_COMMAND)
+    # A real process: the exit code of a fork would be lost.
+    connection, running = start_connected((sys.executable, "-P", "-m", "minillm.service"))
     with connection, connection.makefile("rb") as events:
         connection.sendall(encode(Load("/nowhere", {"device": "cpu"})))
         [first, *_, failed] = map(decode_event, events.readlines())
