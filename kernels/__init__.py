@@ -247,7 +247,7 @@ class LinearWeight:
 
     @property
     def kind(self) -> Hashable:
-        """All that the choice of kernels depends on, besides the input."""
+        """All that the choice of kernels depends on, except the input."""
         parts = tuple((part.layout, part.shape, part.order is None) for part in self.parts)
         optional = self.bias, self.gated_scale, self.attended_scale
         shape = self.out_features, self.in_features, self.weight.shape

@@ -116,7 +116,7 @@ class Layer:
 
     @property
     def kind(self) -> Hashable:
-        """All that the choice of kernels depends on, besides the input."""
+        """All that the choice of kernels depends on, except the input."""
         norms = self.input_norm, self.post_attention_norm, self.attention_output_norm, self.mlp_output_norm
         absent = (each is None for each in (*norms, self.head_norms))
         return self.attention, *absent, *(linear.kind for linear in self.linears)
