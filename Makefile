@@ -69,14 +69,14 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Each process has one thread: small tensors gain nothing from two threads, which wait for each other. There are three
+# Each process has one thread: small tensors gain nothing from two threads, which wait for each other. There are four
 # processes on two cores, because many tests wait for a process or a clock.
 # The default weights are downloaded first, so that a failed download is one error instead of fifty failed tests.
 # Hypothesis draws the same examples in each run, by its CI profile; `make soak` draws others, and four times as many.
 # The report ends with the slowest tests and the time of each test folder.
 test: lint
 	$(BIN)/minillm pull
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal --hypothesis-profile=ci --durations=15 \
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist worksteal --hypothesis-profile=ci --durations=15 \
 	    -m "not parity and not soak and not gpu"
 
 test-fast: $(VENV)/installed-dev
@@ -93,7 +93,7 @@ parity: $(VENV)/installed-dev
 # Long random runs: cache operations, requests, typing in the chat. Then new examples for all Hypothesis tests.
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -m soak
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist worksteal -m "hypothesis and not parity and not soak and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 4 --dist worksteal -m "hypothesis and not parity and not soak and not gpu"
 
 # Seeded faults: each must make a test fail. MUTANTS="--only NAME", "--jobs N", "--list"
 # Then 200 random mutations: 90 % must make a test fail. MUTATE="--only NAME", "--jobs N", "--reach FILE" (cached coverage)
