@@ -30,13 +30,8 @@ from minillm.kernels.attention.int8_decode import TOKENS, attend_group, load_gro
 from minillm.kernels.attention.plan import most_parts
 from minillm.kernels.compat import INTERPRETED, dot, num_multiprocessors, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
-from minillm.kernels.linear.low_bit.few_tokens import (
-    SPAN,
-    FixedScale,
-    Float16Activations,
-    allocate_by_eights,
-    by_eights,
-)
+from minillm.kernels.linear.low_bit import few_tokens
+from minillm.kernels.linear.low_bit.few_tokens import FixedScale, Float16Activations, by_eights
 
 
 @triton.jit
@@ -303,9 +298,9 @@ def attention_to_float16(q: Tensor, pages: Pages, softmax_scale: float, by: Fixe
     check_inputs(q, pages, q.shape[0])
     num_seqs, num_heads, head_dim = q.shape
     num_splits = _num_splits(q, pages)
-    if num_splits == 1 or num_heads * head_dim % SPAN:
+    if num_splits == 1 or num_heads * head_dim % few_tokens.SPAN:
         return None
-    out = allocate_by_eights(q, num_heads * head_dim)
+    out = few_tokens.allocate_by_eights(q, num_heads * head_dim)
     _merge(_attend_parts(q, pages, softmax_scale, num_splits), pages, out, by.growth)
     return Float16Activations(out, by.scales[:num_seqs])
 
