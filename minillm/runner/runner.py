@@ -6,7 +6,6 @@ This runner builds all inputs of a step from scratch, which costs nothing on a C
 
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from minillm.runner.observers import StepObserver
 from minillm.runner.sampler import Drawn, sample_tokens
 from minillm.runner.scores import ScoringForward, add_targets
 from minillm.runner.step import ChunkWork, StepWork, packed
+from minillm.runner.to_device import to_device
 from minillm.sequence import Chunk, Schedule, Sequence
 
 
@@ -133,17 +133,14 @@ class Runner:
         if self.model.rotary.dynamic:  # for prompt tokens the prompt's length, for generated ones the length so far
             rope_lengths = [max(each.num_prompt_tokens, i + 1) for each in chunks for i in range(each.first, each.end)]
 
-        def tensor(values: list[int] | np.ndarray, dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
         return Batch(
-            token_ids=tensor(numbers.token_ids, torch.int64),
-            positions=tensor(numbers.positions, torch.int64),
-            slot_mapping=tensor(numbers.slots, torch.int64),
-            block_tables=tensor(numbers.tables, torch.int32),
-            context_lens=tensor(numbers.lengths, torch.int32),
+            token_ids=to_device(numbers.token_ids, torch.int64, device),
+            positions=to_device(numbers.positions, torch.int64, device),
+            slot_mapping=to_device(numbers.slots, torch.int64, device),
+            block_tables=to_device(numbers.tables, torch.int32, device),
+            context_lens=to_device(numbers.lengths, torch.int32, device),
             num_decodes=num_decodes,
-            cu_seqlens=tensor(numbers.starts, torch.int32),
-            logit_rows=tensor(numbers.logit_rows, torch.int64),
+            cu_seqlens=to_device(numbers.starts, torch.int32, device),
+            logit_rows=to_device(numbers.logit_rows, torch.int64, device),
             rope_lengths=rope_lengths,
         )

@@ -8,13 +8,13 @@ from minillm.loading.upload import uploads
 SHAPES = [(5000, 1024), (3, 2_000_000), (7, 9), (1 << 20,)]  # many pieces, a row above a piece, small, a vector
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_copies_are_those_of_torch(device: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     source = torch.randn(shape).to(dtype)
     parts = [source, source[..., 3:], source.to(device)]
-    with uploads(torch.device(device, 0) if device == "cuda" else torch.device(device)) as copy:
+    with uploads(torch.device(device)) as copy:
         for part in parts:
             expected, target = (torch.empty(part.shape, dtype=torch.bfloat16, device=device) for _ in range(2))
             copy(target, part)

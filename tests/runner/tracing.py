@@ -29,10 +29,10 @@ def main() -> None:
     runner = DeviceRunner(model, 16, 16, max_num_seqs=8, max_model_len=128, graphs=False, sharing=FREE)
     torch.Tensor.is_cuda = property(lambda tensor: True)  # type: ignore[assignment]
     found = {variant.key: variant for shape in (*runner.first_shapes(), *runner.shapes()) for variant in missing(shape)}
-    print(json.dumps(Counter(variant.name for variant in found.values())))
     Layer.kind = property(id)  # type: ignore[assignment]  # search for the kernels of each layer
     by_layer = {variant.key for shape in runner.first_shapes() for variant in missing(shape)}
     assert by_layer <= found.keys(), "layers of the same kind launch different kernels"
+    print(json.dumps(Counter(variant.name for variant in found.values())))
 
 
 @torch.inference_mode()
