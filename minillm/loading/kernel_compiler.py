@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from minillm.kernels import launch
 from minillm.kernels.launch import NotCompiledError, Variant
 from minillm.loading.threads import quota
+from minillm.model.kinds import one_layer_of_each_kind
 from minillm.progress import OnMessage
 from minillm.system import child_environment, exit_status
 
@@ -53,7 +54,8 @@ class KernelCompiler:
 
     def missing(self, work: Callable[[], object]) -> list[Variant]:
         """Return the variants that must be compiled before ``work`` can run: see `launch.missing_variants`."""
-        return launch.missing_variants(work, self._unfinished())
+        with one_layer_of_each_kind():
+            return launch.missing_variants(work, self._unfinished())
 
     def only_compiled(self) -> AbstractContextManager[None]:
         """Return a context in which launches raise `not_compiled` instead of compiling: see `launch.only_compiled`."""

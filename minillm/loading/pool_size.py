@@ -9,6 +9,7 @@ from minillm.config import EngineConfig
 from minillm.errors import CapacityError
 from minillm.fit.budget import CPU_POOL_SHARE, CPU_POOL_TOKENS, Budget
 from minillm.model.config import ModelConfig
+from minillm.model.kinds import one_layer_of_each_kind
 from minillm.model.kv_cache import new_kv_cache
 from minillm.model.llama import Batch, Llama
 from minillm.parallel.collectives import Ranks
@@ -62,7 +63,8 @@ def activation_bytes(model: Llama, num_tokens: int, num_logits: int, longest: in
         logit_rows=zeros[:num_logits],
         rope_lengths=[1] * num_tokens if model.rotary.dynamic else None,
     )
-    logits = model.forward(batch, new_kv_cache(model, 1, 16).zero_())
+    with one_layer_of_each_kind():
+        logits = model.forward(batch, new_kv_cache(model, 1, 16).zero_())
     wide = logits.float()  # penalties and log-probabilities need copies
     wide.log_softmax(-1).clone()
     torch.cuda.synchronize(device)

@@ -6,8 +6,9 @@ every later graph slower, so the threads share one stream, and torch copies weig
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
@@ -19,13 +20,14 @@ Copy = Callable[[Tensor, Tensor], object]
 _THREADS = 8
 _PIECE = 4 << 20  # bytes; torch keeps one pinned buffer of this size for each thread
 _LEAST = 1 << 20  # bytes: smaller tensors gain nothing
+_MOST_WAITING = 64  # pieces: they may keep tensors in memory that their source computed
 
 
 @contextmanager
 def uploads(device: torch.device) -> Iterator[Copy]:
     """Yield a function that copies its second tensor into its first one, which is contiguous and on ``device``.
 
-    The function returns after the copy. The second tensor may have another dtype, and rows of any stride.
+    The second tensor may have another dtype, and rows of any stride. All copies are complete when the context ends.
     """
     if device.type != "cuda":
         yield Tensor.copy_
@@ -33,11 +35,13 @@ def uploads(device: torch.device) -> Iterator[Copy]:
     uploader = _Uploader(device)
     with uploader.pool:
         yield uploader.copy
+        uploader.wait()
 
 
 class _Uploader:
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream, self._thread = device, torch.cuda.Stream(device), threading.local()
+        self._waiting: deque[Future[None]] = deque()
         self.pool = ThreadPoolExecutor(_THREADS, "upload", self._begin)
 
     def _begin(self) -> None:
@@ -51,10 +55,15 @@ class _Uploader:
             target.copy_(source)
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))  # it may still use the memory
-        starts = range(0, len(source), rows)
-        pieces = [(target[start : start + rows], source[start : start + rows]) for start in starts]
-        for done in [self.pool.submit(self._copy_piece, *piece) for piece in pieces]:
-            done.result()
+        for start in range(0, len(source), rows):
+            self.wait(_MOST_WAITING)
+            piece = target[start : start + rows], source[start : start + rows]
+            self._waiting.append(self.pool.submit(self._copy_piece, *piece))
+
+    def wait(self, most: int = 0) -> None:
+        """Wait until at most this many pieces wait to be copied."""
+        while len(self._waiting) > most:
+            self._waiting.popleft().result()
 
     def _copy_piece(self, target: Tensor, source: Tensor) -> None:
         buffer = self._thread.buffer[: source.nbytes].view(len(source), -1)

@@ -37,6 +37,7 @@ from minillm.kernels import (
     WorkList,
 )
 from minillm.model.config import ModelConfig
+from minillm.model.kinds import to_compute
 from minillm.model.rope import RotaryTable
 
 
@@ -191,9 +192,7 @@ class Llama:
             return self.one_token(x, batch, self.angles(batch), kv_cache)
         steps = self.steps(batch, kv_cache.layers[0])
         layers: Iterable[tuple[Layer, LayerCache]] = zip(self.layers, kv_cache.layers, strict=True)
-        if x.is_cuda and kernels.finds_variants():  # layers of the same kind launch the same kernels
-            layers = {layer.kind: (layer, cache) for layer, cache in layers}.values()
-        for layer, cache in layers:
+        for layer, cache in to_compute(layers, lambda pair: pair[0].kind):
             qkv = self.project(x, layer)
             x = self._add_attention(qkv, cache, batch, layer, *steps[layer.attention], x)
             x = self._add_mlp(x, layer)

@@ -101,7 +101,7 @@ def load_llama(
             quantizes each matrix to 8 bits on first use (see `minillm.model.calibration`). "int4" keeps 4-bit matrices
             as they are, quantizes other low-bit matrices to 8 bits, and leaves unquantized matrices unquantized.
         on_progress: called with the number of loaded layers and the number of all layers.
-        copy: copies its second tensor, which the source has read, into its first one on ``device``.
+        copy: copies its second tensor, which the source has read, into its first one on ``device``, now or later.
 
     Raises:
         WeightsError: a tensor is missing, unknown or has the wrong shape, or the config gives no finite rotary angles.
@@ -229,14 +229,14 @@ def load_llama(
     norm = vector("model.norm.weight")
     # Some checkpoints store a head although their config says that the embedding is the head. As in transformers, the
     # stored head is used if it differs from the embedding.
-    head = embedding
+    is_stored = HEAD in source.names() and source.shape(HEAD) == source.shape(_EMBEDDING)
     if not config.tie_word_embeddings:
         head = vocabulary(HEAD)
         taken.add(HEAD)
-    elif HEAD in source.names() and source.shape(HEAD) == source.shape(_EMBEDDING):
+    elif is_stored and not torch.equal(*(read(name).to(dtype) for name in (HEAD, _EMBEDDING))):
         head = vocabulary(HEAD)
-        if isinstance(head, Tensor) and isinstance(embedding, Tensor) and torch.equal(head, embedding):
-            head = embedding  # keep one copy in memory
+    else:
+        head = embedding
     assert taken == set(held), f"not loaded: {sorted(set(held) - taken)}"
     if isinstance(head, LowBit):
         head_weight = held_linear(partial(expanded, (head,)), head.shape, None, (head,))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minillm.kernels.streams import capture_stream
+from minillm.model.kinds import one_layer_of_each_kind
 
 Result = TypeVar("Result")
 
@@ -61,7 +62,7 @@ class Graphs:
         self._pool = None
 
     def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Run ``work`` on padding to compile its kernels, then record it."""
+        """Rehearse ``work`` on padding, then record it."""
         kept = [rows.clone() for rows in self._rows]
         for rows in self._rows:
             rows.fill_(-1)
@@ -72,11 +73,15 @@ class Graphs:
                 rows.copy_(numbers)
 
     def _record(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Run ``work`` with one layer of each kind, then record all of it.
+
+        The first run compiles the kernels, and creates what is kept for later calls, such as cuBLAS's workspace.
+        """
         device = self._rows[0].device
         stream = capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), one_layer_of_each_kind():
                 work()
         finally:
             torch.cuda.current_stream(device).wait_stream(stream)

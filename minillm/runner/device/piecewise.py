@@ -10,13 +10,14 @@ A graph's key is the padded number of tokens and the piece's index. Piece i foll
 with the embedding, comes before the first attention.
 """
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Hashable, Iterator
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from minillm.kernels import KVCache
+from minillm.model.kinds import to_compute
 from minillm.model.llama import Batch, Llama
 from minillm.runner.device.ahead import Ahead, Shape
 from minillm.runner.device.graphs import Graphs
@@ -96,6 +97,12 @@ class PiecewiseForward:
         """
         return range(len(self._model.layers) - 1, -2, -1)
 
+    @cached_property
+    def _kinds(self) -> dict[int, Hashable]:
+        """The kind of each piece, by index: the kinds of the layers of which it computes parts."""
+        layers = [None, *(layer.kind for layer in self._model.layers), None]
+        return {index: (layers[index + 1], layers[index + 2]) for index in self._indices()}
+
     def _run(self, size: int, index: int) -> None:
         self._graphs.run(_key(size, index), partial(self._piece, size, index))
 
@@ -103,6 +110,8 @@ class PiecewiseForward:
         """Compute piece ``index``: everything after the attention of layer ``index``, up to q, k and v of layer ``index
         + 1``.
         """
+        if index not in to_compute(self._indices(), self._kinds.__getitem__):
+            return
         model, x, layers = self._model, self._x[:size], self._model.layers
         if index < 0:
             x.copy_(model.embed(self._token_ids[:size]))

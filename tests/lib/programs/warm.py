@@ -69,7 +69,9 @@ def forking(directory: Path, *kinds: str, options: Sequence[str] = ()) -> Iterat
         options: the options and paths of pytest, for ``worker``.
     """
     command = [sys.executable, __file__, str(directory), ",".join(kinds), *options]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    # A fork has no threads of its parent's OpenMP, but would wait for them.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdin is not None
     assert process.stdout is not None
     try:
