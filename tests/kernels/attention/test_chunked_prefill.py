@@ -120,7 +120,7 @@ def test_prefill_attention(
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter compiles nothing")
 def test_tables_of_another_width_and_chunks_behind_decodes_need_no_second_kernel() -> None:
     q, starts = randn(4, 8, 64), torch.tensor([0, 4], dtype=torch.int32, device=DEVICE)
-    kernels = _prefill_attention_kernel.device_caches[torch.cuda.current_device()][0]
+    kernels = _prefill_attention_kernel.jit.device_caches[torch.cuda.current_device()][0]
     counts = []
     for width, first in ((16, 0), (17, 0), (1, 0), (16, 1), (17, 1)):
         pool = make_pool([5, 5], 2, 64, torch.float32, 16)
