@@ -32,14 +32,13 @@ def of_objects(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
         if any(key in schema for key in IN_PLACE):
             raise Unsupported("has unevaluatedProperties next to other combinations; use additionalProperties")
         more_names = schema.get("additionalProperties", schema["unevaluatedProperties"])
-    rest = rewriter.rewritten(more_names)
     names = required(schema)
     allowed = _names_allowed(rewriter, schema)
     properties = {name: rewriter.rewritten(each) for name, each in mapping(schema, "properties").items()}
     for name in (*properties, *names):
         if allowed is not None and not rewriter.algebra.matches(allowed, name):
             properties[name] = False
-    patterns, rest = _patterns(rewriter, schema, allowed, rest)
+    patterns, rest = _patterns(rewriter, schema, allowed, more_names)
     if properties:
         result["properties"] = properties
     if patterns:
@@ -87,7 +86,7 @@ def _patterns(
 
     Args:
         allowed: the language of allowed property names; None: all names.
-        rest: the rewritten schema for properties that match none of the original patterns.
+        rest: the schema for properties that match none of the original patterns.
 
     Returns:
         - the returned patterns, each with the rewritten schema for the properties that it matches;
@@ -95,10 +94,10 @@ def _patterns(
     """
     algebra, patterns = rewriter.algebra, mapping(schema, "patternProperties")
     if not patterns and allowed is None:
-        return {}, rest
+        return {}, rewriter.rewritten(rest)
     if len(patterns) == 1 and allowed is None:
         [(pattern, each)] = patterns.items()
-        return {written(rewriter, pattern): rewriter.rewritten(each)}, rest
+        return {written(rewriter, pattern): rewriter.rewritten(each)}, rewriter.rewritten(rest)
     classes: list[tuple[Language, list[Schema]]] = []
     free = algebra.anything if allowed is None else allowed
     for pattern, each in patterns.items():
@@ -115,7 +114,8 @@ def _patterns(
         if not algebra.is_empty(free):
             classes.append((free, [rest]))
         rest = False
-    return {algebra.expression(language): _every(rewriter, each) for language, each in classes}, rest
+    written_patterns = {algebra.expression(language): _every(rewriter, each) for language, each in classes}
+    return written_patterns, rewriter.rewritten(rest)
 
 
 def _every(rewriter: Rewriting, schemas: list[Schema]) -> Schema:

@@ -128,6 +128,11 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 1}, {"bc": 1}], [{"long": 1}, {"abc": 1}, {"d": 1}],
     ),
     "names of an enum": ({"type": "object", "propertyNames": {"enum": ["x", "y"]}}, [{"x": 1}, {}], [{"z": 1}]),
+    "names by a pattern, and a definition named like a rewritten one": (
+        {"type": "object", "propertyNames": {"pattern": "^[ab]$"}, "additionalProperties": {"$ref": "#/$defs/n"},
+         "$defs": {"n": {"type": "integer"}, "d0": {"type": "string"}}},
+        [{"a": 1}, {}], [{"a": "x"}, {"c": 1}],
+    ),
     "patterns that overlap": (
         {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "b$": {"minimum": 5}}, "additionalProperties": False},
         [{"a": 1}, {"b": 5}, {"ab": 7}, {"b": "x"}], [{"a": "x"}, {"ab": 1}, {"b": 1}, {"c": 1}],
