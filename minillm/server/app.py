@@ -252,8 +252,9 @@ async def _unpin(service: Service, request: Request) -> Response:
     prefix = service.prefixes.get(name)
     if prefix is None or prefix["tenant"] != request.state.tenant:
         raise HTTPError(404, f"there is no prefix {shown(name)}")
-    del service.prefixes[name]
-    return json_response(await service.engine.ask(partial(messages.UnpinPrefix, prefix_id=name)))
+    found = await service.engine.ask(partial(messages.UnpinPrefix, prefix_id=name))
+    service.prefixes.pop(name, None)  # after the engine has unpinned it; it stays listed if the engine does not respond
+    return json_response(found)
 
 
 def _without_tenant(prefix: dict[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ MAX_REPLICAS = 64
 _PIECE = 128  # characters or token ids of a prompt that get a key together
 _MOST_PIECES = 512  # maximum number of pieces of a prompt
 _MOST_PREFIXES = 1 << 16  # number of keys with a stored engine
-_MOST_ENGINE_NUMBERS = 1 << 14  # number of answers, prefixes and sessions with a stored engine
+_MOST_ANSWERS = 1 << 14  # number of answers with a stored engine
 _SLACK = 4  # an engine is too busy to be preferred if it has more than 2 * (requests of the idlest engine) + _SLACK
 _MOST_RESTARTS = 5  # maximum restarts of an engine in _RESTART_WINDOW seconds
 _RESTART_WINDOW = 600.0
@@ -98,7 +98,8 @@ class Replicas:
     lost: Callable[[int], object] = lambda number: None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     _prefix_engines: PrefixEngines = field(default_factory=PrefixEngines)
-    _engine_numbers: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    _answer_engines: OrderedDict[str, int] = field(default_factory=OrderedDict)  # index of the engine, by request
+    _open_engines: dict[str, int] = field(default_factory=dict)  # the same, by open session or pinned prefix
     _keeping: list[asyncio.Task[None]] = field(default_factory=list)
     _refusal: str = ""  # why no more requests are accepted; empty while they are
 
@@ -165,10 +166,11 @@ class Replicas:
     def _forget_engine(self, number: int) -> None:
         """Drop everything stored about an engine that has ended, and end its streams of events."""
         self.lost(number)
-        for name in [name for name, home in self._engine_numbers.items() if home == number]:
-            del self._engine_numbers[name]
-            if (listener := self.listeners.get(name)) is not None:
-                listener(None)
+        for engines in (self._answer_engines, self._open_engines):
+            for name in [name for name, home in engines.items() if home == number]:
+                del engines[name]
+                if (listener := self.listeners.get(name)) is not None:
+                    listener(None)
 
     def _say(self, number: int, what: str) -> None:
         name = f"replica {number}: " if len(self.engines) > 1 else ""
@@ -184,6 +186,11 @@ class Replicas:
     def serves(self) -> bool:
         """Return whether at least one engine accepts requests."""
         return not all(each.trouble for each in self.engines)
+
+    def check(self) -> None:
+        """Raise EngineDied if no engine accepts requests."""
+        if not self.serves:
+            raise EngineDied(f"{self.trouble}; send the request again later")
 
     @property
     def trouble(self) -> str:
@@ -223,8 +230,11 @@ class Replicas:
     def send(self, call: messages.SessionCall) -> None:
         """Send a call of a session to the engine that serves this session."""
         if isinstance(call, messages.OpenSession):
-            self._settle(call.session, self._choose(None, None))
-        self.engines[self._engine_numbers.get(call.session, 0)].send(call)
+            self._open_engines[call.session] = self._choose(None, None)
+        home = self._open_engines.get(call.session, 0)
+        if isinstance(call, messages.CloseSession):
+            self._open_engines.pop(call.session, None)
+        self.engines[home].send(call)
 
     def complete(self, call: messages.Complete, news: asyncio.Event) -> Answer:
         """Start a request and return its answer. ``news`` is set whenever an event of the answer arrives.
@@ -236,7 +246,7 @@ class Replicas:
         if call.fork is None:
             home = self._choose(call.prompt, call.salt)
         else:
-            home = self._engine_numbers.get(call.fork.request_id, 0)
+            home = self._answer_engines.get(call.fork.request_id, 0)
         self._settle(call.request_id, home)
         return self.engines[home].complete(call, news)
 
@@ -258,14 +268,17 @@ class Replicas:
             return await self.engines[0].ask(make)
         match make(""):
             case messages.ReadCache():
+                self.check()
                 return _joined([await engine.ask(make) for engine in self.engines if not engine.trouble])
             case messages.PinPrefix() as call:
                 home = self._choose(call.prompt, call.salt)
                 found = await self.engines[home].ask(make)
-                self._settle(found["id"], home)
+                self._open_engines[found["id"]] = home
                 return {**found, "replica": home}
             case messages.UnpinPrefix(prefix_id=name):
-                return await self.engines[self._engine_numbers.get(name, 0)].ask(make)
+                found = await self.engines[self._open_engines.get(name, 0)].ask(make)
+                self._open_engines.pop(name, None)
+                return found
         return await self.engines[self._choose(None, None)].ask(make)
 
     def _choose(self, prompt: Any, salt: str | None) -> int:
@@ -276,9 +289,9 @@ class Replicas:
         return self._prefix_engines.choose(keys_of(prompt, salt), loads)
 
     def _settle(self, name: str, home: int) -> None:
-        self._engine_numbers[name] = home
-        while len(self._engine_numbers) > _MOST_ENGINE_NUMBERS:
-            self._engine_numbers.popitem(last=False)
+        self._answer_engines[name] = home
+        while len(self._answer_engines) > _MOST_ANSWERS:
+            self._answer_engines.popitem(last=False)
 
 
 def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:

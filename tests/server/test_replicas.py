@@ -26,7 +26,16 @@ from minillm.jobs.placement import place
 from minillm.server import replicas
 from minillm.server.client import EngineDied
 from minillm.server.replicas import PrefixEngines, Replicas, keys_of
-from minillm.service.call_messages import Conversation
+from minillm.service.call_messages import (
+    CloseSession,
+    Complete,
+    Conversation,
+    OpenSession,
+    PinPrefix,
+    ReadCache,
+    SessionCommand,
+    UnpinPrefix,
+)
 
 TEXT = "".join(f"{number} " for number in range(500))
 
@@ -186,6 +195,7 @@ def lone(tiny: Path) -> Iterator[Server]:
 
 def test_an_engine_that_is_stopped_is_told_by_health(lone: Server) -> None:
     engine = lone.pids[1]
+    name = httpx.post(f"{lone.url}/v1/prefixes", json={"prompt": TEXT[:200]}).json()["id"]
     os.kill(engine, signal.SIGSTOP)
     try:
         lone.wait_until(lambda: health(lone)[0] == 503)
@@ -193,9 +203,12 @@ def test_an_engine_that_is_stopped_is_told_by_health(lone: Server) -> None:
         answer = httpx.post(f"{lone.url}/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 503, "new requests do not hang"
         assert httpx.get(f"{lone.url}/v1/cache").status_code == 503
+        assert httpx.get(f"{lone.url}/v1/session").status_code == 503, "nobody would answer its questions"
+        assert httpx.delete(f"{lone.url}/v1/prefixes/{name}").status_code == 503
     finally:
         os.kill(engine, signal.SIGCONT)
     lone.wait_until(lambda: health(lone) == (200, "ok"))
+    assert httpx.delete(f"{lone.url}/v1/prefixes/{name}").json()["deleted"], "it is still pinned, and still listed"
     assert complete(lone, "a")["choices"]
     assert lone.pids[1] == engine
 
@@ -279,6 +292,52 @@ async def test_an_engine_that_ends_again_and_again_is_given_up(
     assert sorted(begun) == [0] * 5 + [1] * 5
     assert not both.serves
     assert capsys.readouterr().err.count("is not restarted") == 2
+
+
+class Recording:
+    """An engine that records its calls."""
+
+    def __init__(self, trouble: str = "") -> None:
+        self.trouble = trouble
+        self.answers: dict[str, Any] = {}
+        self.calls: list[Any] = []
+
+    def send(self, call: Any) -> None:
+        self.calls.append(call)
+
+    def complete(self, call: Any, news: asyncio.Event) -> None:
+        self.calls.append(call)
+
+    async def ask(self, make: Any) -> Any:
+        self.calls.append(make("call"))
+        return {"id": "prefix"}
+
+
+@pytest.mark.anyio
+async def test_sessions_and_prefixes_stay_with_their_engine_however_many_requests_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicas, "_MOST_ANSWERS", 3)
+    engines: Any = [Recording(), Recording()]
+    engines[0].answers = dict.fromkeys("abc")  # it has more to do
+    both = Replicas(lambda number: engines[number], engines)
+    both.send(OpenSession("session", ""))
+    await both.ask(lambda name: PinPrefix(name, "", "a"))
+    for number in range(5):
+        both.complete(Complete(str(number), "", "a", {}), asyncio.Event())
+    engines[1].calls.clear()
+    both.send(SessionCommand("session", b"{}"))
+    both.send(CloseSession("session"))
+    await both.ask(lambda name: UnpinPrefix(name, "prefix"))
+    assert [type(call) for call in engines[1].calls] == [SessionCommand, CloseSession, UnpinPrefix]
+    assert not both._open_engines
+
+
+@pytest.mark.anyio
+async def test_the_cache_of_engines_that_have_ended_cannot_be_read() -> None:
+    engines: Any = [Recording("it has ended"), Recording("it has ended")]
+    with pytest.raises(EngineDied, match="replica 0: it has ended; replica 1: it has ended"):
+        await Replicas(lambda number: engines[number], engines).ask(ReadCache)
 
 
 def test_torchruns_processes_are_the_replicas(minillm_command: tuple[str, ...], tiny: Path) -> None:

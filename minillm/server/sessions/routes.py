@@ -85,9 +85,10 @@ def _listening(
         first: bytes to send first.
         ping: bytes to send if there was no event for `_PING_SECONDS`.
 
-    Raises HTTPError if too many streams are open.
+    Raises HTTPError if too many streams are open, EngineDied if no engine accepts requests.
     """
     name, tenant, engine = opened.session, opened.tenant, service.engine
+    engine.check()
     free = _MOST_WATCHERS - service.watchers.total()
     if free <= 0 or (service.shared and not leaves_some(service.watchers[tenant], 1, free)):
         raise HTTPError(429, "too many streams of events are open; close one of them, or try again later")
