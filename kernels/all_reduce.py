@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import cdiv, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 WORDS = 512  # of 4 bytes, per program
@@ -224,7 +224,7 @@ def all_reduce(x: Tensor, exchange: Exchange) -> Tensor:
     kernel, sizes = _all_reduce_kernel, [words.numel()]
     if exchange.shots == 2:
         kernel, sizes = _all_reduce_in_two_kernel, [words.numel(), slice_of(words.numel(), ranks)]
-    kernel[(triton.cdiv(sizes[-1], WORDS),)](
+    kernel[(cdiv(sizes[-1], WORDS),)](
         words, exchange.inboxes, exchange.sums, exchange.stop, *sizes, exchange.capacity,
         RANK=exchange.rank, RANKS=ranks, DTYPE=_DTYPES[x.dtype], WORDS=WORDS, num_warps=4, **pdl_options(x.device),
     )  # fmt: skip
@@ -236,4 +236,4 @@ def slice_of(num_words: int, ranks: int) -> int:
 
     The last slices may be shorter.
     """
-    return triton.cdiv(triton.cdiv(num_words, ranks), _LINE) * _LINE
+    return cdiv(cdiv(num_words, ranks), _LINE) * _LINE

@@ -28,7 +28,7 @@ from minillm.kernels.arguments import Pages, check_scales
 from minillm.kernels.attention import int8_decode as attention_lanes
 from minillm.kernels.attention.int8_decode import TOKENS, attend_group, load_group
 from minillm.kernels.attention.plan import most_parts
-from minillm.kernels.compat import INTERPRETED, dot, num_multiprocessors, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, dot, next_power_of_2, num_multiprocessors, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit import few_tokens
 from minillm.kernels.linear.low_bit.few_tokens import FixedScale, Float16Activations, by_eights
@@ -333,7 +333,7 @@ def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Ten
     k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages
     _, block_size, num_kv_heads, _ = k_cache.shape
     group, num_splits = num_heads // num_kv_heads, 1 if lse is None else lse.shape[1]
-    dim_tile = max(16, triton.next_power_of_2(head_dim))
+    dim_tile = max(16, next_power_of_2(head_dim))
     tile, stages, warps = _tiling(q, pages)
     pdl = pdl_options(q.device)
     if lse is None:
@@ -355,7 +355,7 @@ def _attend(q: Tensor, pages: Pages, softmax_scale: float, out: Tensor, lse: Ten
         out, lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens,
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim,
         *strides, scale, num_splits,
-        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
+        GROUP=group, ROWS=max(16, next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
         BLOCK_SIZE=block_size, TILE=tile, STAGES=stages, PARTIAL=num_splits > 1,
         WINDOW=window, num_warps=warps, **pdl,
     )  # fmt: skip
@@ -367,8 +367,8 @@ def _merge(parts: _Parts, pages: Pages, out: Tensor, growth: Tensor | None) -> N
     num_seqs, num_splits, num_heads, head_dim = parts.numbers.shape
     _merge_splits_kernel[(num_seqs, num_heads)](
         out, growth, parts.numbers, parts.lse, pages.lens, out.shape[1], num_heads, num_splits,
-        HEAD_DIM=head_dim, DIM_TILE=max(16, triton.next_power_of_2(head_dim)), TILE=parts.tile,
-        SPLITS_TILE=triton.next_power_of_2(num_splits), WINDOW=pages.window, num_warps=4, **pdl_options(out.device),
+        HEAD_DIM=head_dim, DIM_TILE=max(16, next_power_of_2(head_dim)), TILE=parts.tile,
+        SPLITS_TILE=next_power_of_2(num_splits), WINDOW=pages.window, num_warps=4, **pdl_options(out.device),
     )  # fmt: skip
 
 
@@ -378,12 +378,12 @@ def lanes_tiling(part: int) -> tuple[int, int]:
     A warp handles 32 tokens at a time, and a single warp needs no merge. The tile is at most 64 tokens, so that
     contexts much shorter than their block tables are still spread over enough programs.
     """
-    warps = min(4, triton.next_power_of_2(-(-part // TOKENS.value)))
+    warps = min(4, next_power_of_2(-(-part // TOKENS.value)))
     return TOKENS.value * min(warps, 2), warps
 
 
 def _tiling(q: Tensor, pages: Pages) -> tuple[int, int, int]:
-    return tiling(max(16, triton.next_power_of_2(q.shape[2])), q.element_size(), pages.k_scales is not None)
+    return tiling(max(16, next_power_of_2(q.shape[2])), q.element_size(), pages.k_scales is not None)
 
 
 def tiling(dim_tile: int, element_size: int, in_8_bits: bool) -> tuple[int, int, int]:

@@ -33,7 +33,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from minillm.kernels.arguments import Pages
 from minillm.kernels.attention.prefill import check_chunks
-from minillm.kernels.compat import INTERPRETED, has_wgmma
+from minillm.kernels.compat import INTERPRETED, has_wgmma, next_power_of_2
 from minillm.kernels.launch import NotCompiledError, finds_variants, launched
 
 ROWS = 128  # queries of a tile, 64 for each consumer
@@ -351,7 +351,7 @@ def _seqs_tile(num_seqs: int) -> int:
 
     Few values are possible, because compiling the kernel for each of them takes seconds.
     """
-    return 1 if num_seqs == 1 else max(256, triton.next_power_of_2(num_seqs))
+    return 1 if num_seqs == 1 else max(256, next_power_of_2(num_seqs))
 
 
 def _described(x: Tensor, box: int) -> TensorDescriptor:

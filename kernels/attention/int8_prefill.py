@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Pages
+from minillm.kernels.compat import cdiv, next_power_of_2
 from minillm.kernels.launch import launched
 
 _ROWS = 64  # per program: tokens times kv heads
@@ -86,9 +87,9 @@ def stage(pages: Pages, cu_seqlens: Tensor, dtype: torch.dtype, capacity: int) -
     num_seqs = lens.shape[0]
     k, v = (k_cache.new_empty(capacity, num_kv_heads, head_dim, dtype=dtype) for _ in "kv")
     longest = min(capacity, tables.shape[1] * block_size)
-    _stage_kernel[(triton.cdiv(longest * num_kv_heads, _ROWS), num_seqs, 2)](
+    _stage_kernel[(cdiv(longest * num_kv_heads, _ROWS), num_seqs, 2)](
         k, v, k_cache, v_cache, k_scales, v_scales, tables, lens, cu_seqlens, tables.stride(0), num_seqs, capacity,
-        KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size,
+        KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, DIM_TILE=next_power_of_2(head_dim), BLOCK_SIZE=block_size,
         ROWS=_ROWS, SEQS_TILE=seqs_tile(num_seqs), WINDOW=window, num_warps=4,
     )  # fmt: skip
     return k, v
@@ -96,4 +97,4 @@ def stage(pages: Pages, cu_seqlens: Tensor, dtype: torch.dtype, capacity: int) -
 
 def seqs_tile(num_seqs: int) -> int:
     """Return the tile size for loading all sequences' lengths at once: a power of two, at least 256."""
-    return max(256, triton.next_power_of_2(num_seqs))
+    return max(256, next_power_of_2(num_seqs))

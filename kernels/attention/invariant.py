@@ -31,6 +31,7 @@ from minillm.kernels.compat import (
     INTERPRETED,
     dot,
     has_int8_mma,
+    next_power_of_2,
     pdl_options,
     plain_operand,
     wait_for_inputs,
@@ -302,7 +303,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         most = min(num_segments, num_segments_of(window or longest, tile) + 1)
         num_splits = num_splits_for(num_seqs, num_kv_heads, most, q.device, 1)
     group, is_partial = num_heads // num_kv_heads, num_splits > 1
-    dim_tile, pdl = max(16, triton.next_power_of_2(head_dim)), pdl_options(q.device)
+    dim_tile, pdl = max(16, next_power_of_2(head_dim)), pdl_options(q.device)
     parts, sums = out, out
     if is_partial:
         parts = torch.empty(num_seqs, num_segments, num_heads, head_dim, dtype=torch.float32, device=q.device)
@@ -311,7 +312,7 @@ def paged_attention(q: Tensor, pages: Pages, softmax_scale: float, *, num_splits
         out, parts, sums, q, k_cache, v_cache, k_scales, v_scales, tables, lens,
         q.stride(0), q.stride(1), tables.stride(0), num_kv_heads * head_dim, softmax_scale * 1.4426950408889634,
         num_heads, num_splits, num_segments,
-        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
+        GROUP=group, ROWS=max(16, next_power_of_2(group)), HEAD_DIM=head_dim, DIM_TILE=dim_tile,
         BLOCK_SIZE=block_size, TILE=tile, WINDOW=window, PARTIAL=is_partial,
         **_decode_options(q.element_size(), dim_tile), enable_fp_fusion=False, **pdl,
     )  # fmt: skip
@@ -333,7 +334,7 @@ def prefill_attention(q: Tensor, pages: Pages, cu_seqlens: Tensor, softmax_scale
     out = torch.empty(num_tokens, num_heads, head_dim, dtype=q.dtype, device=q.device)
     if not num_tokens:
         return out
-    dim_tile = max(16, triton.next_power_of_2(head_dim))
+    dim_tile = max(16, next_power_of_2(head_dim))
     rows, options = _prefill_options(q.element_size(), dim_tile)
     _prefill_kernel[(num_heads, num_tokens // rows + num_seqs)](
         out, q, k_cache, v_cache, k_scales, v_scales, tables, lens, cu_seqlens,
@@ -350,7 +351,7 @@ def tile_of(element_size: int, head_dim: int, device: torch.device) -> int:
     """Return the number of tokens in a tile. It is fixed for each dtype, head size and kind of GPU."""
     if INTERPRETED.value:
         return 16
-    row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
+    row_bytes = max(16, next_power_of_2(head_dim)) * element_size
     tile = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
     return tile if has_int8_mma(device) else max(16, tile // 2)
 

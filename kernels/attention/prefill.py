@@ -19,7 +19,7 @@ from torch import Tensor
 from minillm.kernels.arguments import Pages
 from minillm.kernels.attention.decode import check_inputs, k_numbers, load_scales, share, v_numbers
 from minillm.kernels.attention.int8_prefill import seqs_tile, stage, staged_begin
-from minillm.kernels.compat import dot, has_int8_mma, has_large_shared_memory
+from minillm.kernels.compat import dot, has_int8_mma, has_large_shared_memory, next_power_of_2
 from minillm.kernels.launch import launched
 
 _LEAST_STAGED = 256  # average tokens of a chunk from which dequantizing first pays
@@ -210,7 +210,7 @@ def prefill_attention(
         return out
     if capacity is None:
         capacity = capacity_for(q, pages)
-    dim_tile = max(16, triton.next_power_of_2(head_dim))
+    dim_tile = max(16, next_power_of_2(head_dim))
 
     def launch(pages: Pages, block_size: int | None, *, rest: bool) -> None:
         k_cache, v_cache, tables, lens, window, k_scales, v_scales = pages

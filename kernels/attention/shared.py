@@ -38,7 +38,9 @@ from minillm.kernels.attention.int8_decode import TOKENS, attend_group, load_gro
 from minillm.kernels.attention.int8_shared import attend_rows, store_rows
 from minillm.kernels.attention.plan import ITEM_WORDS, AttentionShape, WorkList
 from minillm.kernels.compat import (
+    cdiv,
     has_large_shared_memory,
+    next_power_of_2,
     pdl_options,
     release,
     wait,
@@ -339,13 +341,13 @@ def prefix_attention(q: Tensor, pages: Pages, softmax_scale: float, work: WorkLi
     _sequence_first_kernel[(num_kv_heads, num_seqs, splits)](
         partial, lse, q, k_cache, v_cache, k_scales, v_scales, tables, lens, work.order, work.tails,
         q.stride(0), q.stride(1), tables.stride(0), slot_stride, scale, num_heads, max_results,
-        ROWS=max(16, triton.next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
+        ROWS=max(16, next_power_of_2(shape.group)), TILE=tile, STAGES=stages, SPLITS=splits,
         KV_HEADS=num_kv_heads if by_lanes else None,
         **sizes, num_warps=warps, maxnreg=registers, **options,
     )  # fmt: skip
     # One warp per head; with few heads, few per program, so that all run in parallel.
-    heads = min(8, triton.next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))
-    _merge_results_kernel[(num_seqs, triton.cdiv(num_heads, heads))](
+    heads = min(8, next_power_of_2(num_seqs * num_heads // (8 * shape.num_processors) + 1))
+    _merge_results_kernel[(num_seqs, cdiv(num_heads, heads))](
         out, partial, lse, work.order, work.starts, out.stride(0), out.stride(1), num_heads, max_results,
         HEADS=heads, HEAD_DIM=head_dim, DIM_TILE=shape.dim_tile, SPLITS=splits, AT_ONCE=4 if splits > 1 else 2,
         num_warps=heads, **options,

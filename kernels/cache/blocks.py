@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minillm.kernels.compat import cdiv, next_power_of_2
 from minillm.kernels.launch import launched
 
 _TILE_WORDS = 2048
@@ -60,8 +61,8 @@ def _move(target: Tensor, source: Tensor, target_ids: Tensor | None, source_ids:
     if not ids.shape[0]:
         return
     words = target.shape[2]
-    tile = min(_TILE_WORDS, triton.next_power_of_2(words))
-    _move_blocks_kernel[(ids.shape[0], target.shape[0], triton.cdiv(words, tile))](
+    tile = min(_TILE_WORDS, next_power_of_2(words))
+    _move_blocks_kernel[(ids.shape[0], target.shape[0], cdiv(words, tile))](
         target, source, target_ids if target_ids is not None else ids, source_ids if source_ids is not None else ids,
         ids.stride(0), target.stride(0), source.stride(0), target.stride(1), source.stride(1), words,
         TARGET_BY_ID=target_ids is not None, SOURCE_BY_ID=source_ids is not None, TILE=tile, num_warps=4,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import HeadNorms, LayerCache, RotaryInputs, check_scales
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 _Q_HEADS_PER_PROGRAM = 16
@@ -197,14 +197,14 @@ def rotary_write_kv(
         raise ValueError(f"norms of q and k must be [{head_dim}], and all of a head must be rotated")
     if not tokens:
         return
-    q_heads = min(_Q_HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
+    q_heads = min(_Q_HEADS_PER_PROGRAM, next_power_of_2(num_heads))
     rest = head_dim - 2 * half
-    _rotary_write_kv_kernel[(tokens, triton.cdiv(num_heads, q_heads) + 1)](
+    _rotary_write_kv_kernel[(tokens, cdiv(num_heads, q_heads) + 1)](
         q, k_cache, v_cache, k_scales, v_scales, k, v, cos, sin, slots, q_norm, k_norm,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), num_kv_heads * head_dim,
         num_heads, num_kv_heads,
-        BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, HALF=half, HALF_TILE=triton.next_power_of_2(half),
-        REST_TILE=triton.next_power_of_2(rest) if rest else 0,
-        Q_HEADS=q_heads, KV_HEADS=triton.next_power_of_2(num_kv_heads), EPS=eps, AFTER=after, num_warps=4,
+        BLOCK_SIZE=k_cache.shape[1], HEAD_DIM=head_dim, HALF=half, HALF_TILE=next_power_of_2(half),
+        REST_TILE=next_power_of_2(rest) if rest else 0,
+        Q_HEADS=q_heads, KV_HEADS=next_power_of_2(num_kv_heads), EPS=eps, AFTER=after, num_warps=4,
         **pdl_options(q.device),
     )  # fmt: skip

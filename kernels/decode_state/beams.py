@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Field, SearchField
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import next_power_of_2, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.sampling.scan import ordered
 
@@ -141,7 +141,7 @@ def choose_beams(
     choices = words.new_empty(searches.shape[0], 2, count)
     _choose_beams_kernel[(searches.shape[0],)](
         words, rows, searches, values, ids, parents, logprobs, choices, words.stride(0), count, vocab,
-        WIDTH=max(2, triton.next_power_of_2(width)), COUNT=max(2, triton.next_power_of_2(count)),
+        WIDTH=max(2, next_power_of_2(width)), COUNT=max(2, next_power_of_2(count)),
         num_warps=4, **pdl_options(words.device),
     )  # fmt: skip
     return parents, logprobs, choices
@@ -152,7 +152,7 @@ def fork_rows(words: Tensor, rows: Tensor, parents: Tensor, block_size: int) -> 
     copies = rows.new_empty(rows.shape[0], 2, dtype=torch.int64)
     _fork_rows_kernel[(rows.shape[0],)](
         words, rows, parents, copies, words.stride(0),
-        BLOCK_SIZE=block_size, TILE=min(_TABLE_TILE, triton.next_power_of_2(words.shape[1])),
+        BLOCK_SIZE=block_size, TILE=min(_TABLE_TILE, next_power_of_2(words.shape[1])),
         num_warps=4, **pdl_options(words.device),
     )  # fmt: skip
     return copies

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import DecodeInputs, Field
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 _PIECE = 4096  # of the vocabulary per program
@@ -138,7 +138,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
         words, rows,
         inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens, inputs.block_tables,
         *inputs.sampling, words.stride(0), inputs.block_tables.stride(0),
-        BLOCK_SIZE=block_size, TILE=min(_TABLE_TILE, triton.next_power_of_2(inputs.block_tables.shape[1])),
+        BLOCK_SIZE=block_size, TILE=min(_TABLE_TILE, next_power_of_2(inputs.block_tables.shape[1])),
         num_warps=4, **pdl_options(words.device),
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ def begin_decode(words: Tensor, rows: Tensor, block_size: int, inputs: DecodeInp
 def penalize(logits: Tensor, words: Tensor, counts: Tensor, rows: Tensor, out: Tensor) -> None:
     """Apply the penalties in the slots to the logits. Write the results to ``out``: see `reference.penalize`."""
     n, vocab = logits.shape
-    _penalize_kernel[(n, triton.cdiv(vocab, _PIECE))](
+    _penalize_kernel[(n, cdiv(vocab, _PIECE))](
         out, logits, words, counts, rows, words.stride(0), logits.stride(0), vocab,
         PIECE=_PIECE, num_warps=8, **pdl_options(words.device),
     )  # fmt: skip
@@ -157,5 +157,5 @@ def end_decode(words: Tensor, counts: Tensor, rows: Tensor, token_ids: Tensor) -
     n = rows.shape[0]
     _end_decode_kernel[(1,)](
         words, counts, rows, token_ids, n, words.stride(0), counts.shape[1],
-        TILE=max(64, triton.next_power_of_2(n)), num_warps=4, **pdl_options(words.device),
+        TILE=max(64, next_power_of_2(n)), num_warps=4, **pdl_options(words.device),
     )  # fmt: skip

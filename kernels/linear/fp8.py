@@ -30,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Norm
-from minillm.kernels.compat import has_fp8, narrow, pdl_options, wait_for_inputs
+from minillm.kernels.compat import cdiv, has_fp8, narrow, next_power_of_2, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear import fp8_matvec, matvec
 from minillm.kernels.linear.low_bit.layouts import LARGEST_FP8, LowBit
@@ -73,7 +73,7 @@ def quantize(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor]:
     levels = torch.empty(tokens, size, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     weight, eps = norm or (x, 0.0)
-    tile = triton.next_power_of_2(size)
+    tile = next_power_of_2(size)
     _quantize_kernel[(tokens,)](
         levels, scales, x, weight, x.stride(0), eps,
         NORM=norm is not None, LARGEST=LARGEST_FP8, SIZE=size, TILE=tile,
@@ -178,7 +178,7 @@ def mlp(
     sums = _sums(levels, token_scales, gate_up, bias, x.dtype)
     tokens, size = x.shape[0], down.shape[1]
     middle, scales = torch.empty(tokens, size, dtype=levels.dtype, device=x.device), torch.empty_like(token_scales)
-    tile = triton.next_power_of_2(size)
+    tile = next_power_of_2(size)
     _gate_kernel[(tokens,)](
         middle, scales, sums, token_scales, gate_up.scales, token_scales if bias is None else bias, size,
         GATED=gated, SCALED=tokens >= _SCALED_INSIDE, BIAS=bias is not None, LARGEST=LARGEST_FP8, TILE=tile,
@@ -196,7 +196,7 @@ def _multiply(
     if levels.shape[0] >= _SCALED_INSIDE:
         return gate_mul(product, gated) if gated else out.add_(product) if add else out.copy_(product)
     columns = out.shape[1]
-    _finish_kernel[(levels.shape[0], triton.cdiv(columns, _TILE))](
+    _finish_kernel[(levels.shape[0], cdiv(columns, _TILE))](
         out, product, token_scales, matrix.scales, token_scales if bias is None else bias, columns, out.stride(0),
         GATED=gated, ADD=add, BIAS=bias is not None, TILE=_TILE, **pdl_options(out.device),
     )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Norm
-from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import LowBit
 from minillm.kernels.linear.matvec import load_weights
@@ -105,12 +105,12 @@ def product(
     features, columns = matrix.shape
     num_rows = features // 2 if gated else features
     rows, widest = (4, 4096) if gated else (8, 2048)  # fastest in an 8B model on an H100
-    width = min(widest, max(_RUN.value, triton.next_power_of_2(columns)))
+    width = min(widest, max(_RUN.value, next_power_of_2(columns)))
     weight, eps = norm or (x, 0.0)
-    _product_kernel[(triton.cdiv(num_rows, rows),)](
+    _product_kernel[(cdiv(num_rows, rows),)](
         out, x, readable(matrix.levels), matrix.scales, weight, x if bias is None else bias, num_rows, columns, eps,
         NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None,
-        ROWS=rows, COLUMNS=width, NUM_TILES=triton.cdiv(columns, width),
+        ROWS=rows, COLUMNS=width, NUM_TILES=cdiv(columns, width),
         num_warps=max(1, width * 4 // widest), **pdl_options(x.device),
     )  # fmt: skip
     return out

@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minillm.kernels.compat import (
     INTERPRETED,
+    cdiv,
     dot,
     has_large_shared_memory,
     num_multiprocessors,
@@ -220,13 +221,13 @@ def product(
     shared = {"GATED": gated, "ADD": add, "BIAS": bias is not None}
     bias = x if bias is None else bias
     if few:
-        _few_kernel[(triton.cdiv(num_rows, rows), triton.cdiv(tokens, width))](
+        _few_kernel[(cdiv(num_rows, rows), cdiv(tokens, width))](
             out, x, weight, bias, tokens, num_rows, columns, x.stride(0), out.stride(0),
             **shared, EVEN=columns % depth == 0, AHEAD=min(ahead, (1 << columns.bit_length() - 1) // 64 * 64),
             TOKENS=width, ROWS=rows, COLUMNS=depth, STAGES=stages, num_warps=warps, **options,
         )  # fmt: skip
         return out
-    programs = min(triton.cdiv(num_rows, rows) * triton.cdiv(tokens, width + more), num_multiprocessors(x.device))
+    programs = min(cdiv(num_rows, rows) * cdiv(tokens, width + more), num_multiprocessors(x.device))
     if more:
         _two_parts_kernel[(programs,)](
             out, _tiles_of(x, width, depth), _tiles_of(x, more, depth), _tiles_of(weight, rows, depth), bias,
@@ -266,7 +267,7 @@ def tile_for(x: Tensor, features: int, *, gated: int) -> Tile:
     if not has_large_shared_memory(x.device):
         return Tile(True, 16, 16, 256, 2, 4) if tokens <= 16 else Tile(True, 64, 32 if gated else 64, 64, 4, 3)
     if tokens <= 8:
-        programs = triton.cdiv(rows, 16)  # three of four stages fit on a multiprocessor, or two of five
+        programs = cdiv(rows, 16)  # three of four stages fit on a multiprocessor, or two of five
         return Tile(True, 8, 16, 512, 2, 4 if 2 * _PROCESSORS < programs <= 3 * _PROCESSORS else 5, ahead=1024)
     if tokens <= 16:
         if gated:
@@ -282,10 +283,10 @@ def tile_for(x: Tensor, features: int, *, gated: int) -> Tile:
         return Tile(False, 64, 32 if features <= 4096 else 64, 128, 4, 4)
     if tokens <= 96 and features < 1 << 15:
         return Tile(False, 64, 64, 128, 4, 3 if gated else 4, more=32)
-    down = triton.cdiv(tokens, 128)
-    across, is_between = triton.cdiv(rows, 128), 128 < tokens <= 192
+    down = cdiv(tokens, 128)
+    across, is_between = cdiv(rows, 128), 128 < tokens <= 192
     if gated:
-        if is_between and 1.5 * triton.cdiv(across, _PROCESSORS) < triton.cdiv(2 * across, _PROCESSORS):
+        if is_between and 1.5 * cdiv(across, _PROCESSORS) < cdiv(2 * across, _PROCESSORS):
             return Tile(False, 128, 128, 64, 8, 3, more=64)
         return Tile(False, 128, 128, 64, 8, 4 if down <= 2 else 3)
     if is_between:
@@ -296,6 +297,6 @@ def tile_for(x: Tensor, features: int, *, gated: int) -> Tile:
         if across <= _PROCESSORS // 2:
             return Tile(False, 128, 64, 128, 4, 3, more=64)
     for width in (256, 128):
-        if down * triton.cdiv(rows, width) >= _FULL:
+        if down * cdiv(rows, width) >= _FULL:
             return Tile(False, 128, width, 64, 8, 3 if width == 256 else 4)
     return Tile(False, 128, 64, 128, 4, 4)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Norm
-from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.launch import launched
 from minillm.kernels.norm.activation import active
 
@@ -200,18 +200,18 @@ def launch(
     """
     norm_weight, eps = norm or (x, 0.0)
     features, columns = weight.shape
-    tokens = triton.next_power_of_2(x.shape[0])
+    tokens = next_power_of_2(x.shape[0])
     if scales is not None:
         rows, width, warps = _fp8_tile(tokens, features, columns)
     else:
         matrices = 2 if gated else 1
         rows, width, warps = TILES[tokens].get((features, columns)) or _tile_for(tokens, features, columns, matrices)
     num_rows = features // 2 if gated else features
-    _matvec_kernel[(triton.cdiv(num_rows, rows),)](
+    _matvec_kernel[(cdiv(num_rows, rows),)](
         out, x, weight if scales is None else readable(weight), scales,
         norm_weight, bias if bias is not None else x, x.shape[0], num_rows, columns, eps,
         NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None,
-        TOKENS=tokens, ROWS=rows, COLUMNS=width, NUM_TILES=triton.cdiv(columns, width),
+        TOKENS=tokens, ROWS=rows, COLUMNS=width, NUM_TILES=cdiv(columns, width),
         num_warps=warps, **pdl_options(x.device),
     )  # fmt: skip
     return out
@@ -224,15 +224,15 @@ def _tile_for(tokens: int, features: int, columns: int, matrices: int) -> tuple[
     runs enough programs to have loads in flight at any time. A small weight is spread over more threads. ``matrices``:
     2 for gate and up; a program loads one tile of each.
     """
-    most = max(1, triton.next_power_of_2(features) // 512)  # enough programs to keep every multiprocessor busy
-    widest = max(16, triton.next_power_of_2(columns))
+    most = max(1, next_power_of_2(features) // 512)  # enough programs to keep every multiprocessor busy
+    widest = max(16, next_power_of_2(columns))
     if tokens > 1:
         return min(4, most), min(1024, widest), 2
     if features * columns > _SMALL:
         rows = (4 if features >= 4096 else 2) // matrices
         return rows, min(4096 // rows // matrices, widest), 2
     width = min(2048, widest)
-    while width > 512 and triton.cdiv(columns, width) * width > 1.25 * columns:  # padding
+    while width > 512 and cdiv(columns, width) * width > 1.25 * columns:  # padding
         width //= 2
     return min(8, 8192 // width, most), width, 4 if width <= 1024 else 8
 
@@ -243,5 +243,5 @@ def _fp8_tile(tokens: int, features: int, columns: int) -> tuple[int, int, int]:
     An FP8 weight has half the bytes, so its instructions must take half the time. With more rows, each converted number
     of x is used for more weights. Measured in an 8B model.
     """
-    rows, width = 8 if tokens == 1 and features <= 4096 else 4, min(2048, max(16, triton.next_power_of_2(columns)))
+    rows, width = 8 if tokens == 1 and features <= 4096 else 4, min(2048, max(16, next_power_of_2(columns)))
     return rows, width, max(1, width // 512)

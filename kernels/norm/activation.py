@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import GELU
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 _TILE = 2048
@@ -61,8 +61,8 @@ def gate_mul_into(out: Tensor, gate_up: Tensor, gated: int) -> Tensor:
     """Compute `gate_mul`, and write the result to ``out [rows, size]``, which is contiguous."""
     rows, size = out.shape
     if rows:
-        tile = min(_TILE, triton.next_power_of_2(size))
-        grid = (rows, triton.cdiv(size, tile))
+        tile = min(_TILE, next_power_of_2(size))
+        grid = (rows, cdiv(size, tile))
         warps = min(8, max(1, tile // 256))
         _gated_kernel[grid](
             out, gate_up, gate_up.stride(0), size, GATED=gated, TILE=tile, num_warps=warps, **pdl_options(out.device)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import next_power_of_2, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 
@@ -68,7 +68,7 @@ def _launch(out: Tensor, x: Tensor, weight: Tensor, eps: float, *, add: bool) ->
             f"weight must be a contiguous {x.dtype} [{x.shape[1]}], not {weight.dtype} {tuple(weight.shape)}"
         )
     if x.shape[0]:
-        tile = triton.next_power_of_2(x.shape[1])
+        tile = next_power_of_2(x.shape[1])
         _rms_norm_kernel[(x.shape[0],)](
             out, x, weight, x.stride(0), eps,
             SIZE=x.shape[1], TILE=tile, ADD=add, num_warps=min(max(tile // 512, 1), 16), **pdl_options(x.device),

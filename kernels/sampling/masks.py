@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import cdiv, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 _PIECE = 4096  # of the vocabulary per program
@@ -36,7 +36,7 @@ def _mask_kernel(
 def mask_logits(logits: Tensor, masks: Tensor, words: Tensor, out: Tensor) -> None:
     """Write the logits to ``out``, with -inf for forbidden tokens: see `reference.mask_logits`."""
     n, vocab = logits.shape
-    _mask_kernel[(n, triton.cdiv(vocab, _PIECE))](
+    _mask_kernel[(n, cdiv(vocab, _PIECE))](
         out, logits, masks, words, out.stride(0), logits.stride(0), words.stride(0), vocab,
         PIECE=_PIECE, num_warps=8, **pdl_options(logits.device),
     )  # fmt: skip

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import SamplingInputs
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 PIECE = 4096  # logits per program of the scan
@@ -144,8 +144,8 @@ def scan(logits: Tensor, inputs: SamplingInputs | None) -> Scratch:
     It then computes only the results that `top_k.top_log_probabilities` and `draw.log_probabilities` need.
     """
     rows, vocab = logits.shape
-    num_pieces, num_groups = counts = triton.cdiv(vocab, PIECE), triton.cdiv(vocab, _GROUP)
-    groups_tile = triton.next_power_of_2(num_groups)
+    num_pieces, num_groups = counts = cdiv(vocab, PIECE), cdiv(vocab, _GROUP)
+    groups_tile = next_power_of_2(num_groups)
 
     def empty(columns: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, columns, dtype=dtype, device=logits.device)
@@ -157,7 +157,7 @@ def scan(logits: Tensor, inputs: SamplingInputs | None) -> Scratch:
         DRAWS=inputs is not None, PIECE=PIECE, GROUP=_GROUP, PARTS=_PARTS, num_warps=8, **pdl_options(logits.device),
     )  # fmt: skip
     candidates = empty(_CANDIDATES, torch.float32), empty(_CANDIDATES, torch.int32)
-    tiles = {"PIECES_TILE": triton.next_power_of_2(num_pieces), "GROUPS_TILE": groups_tile, "GROUP": _GROUP}
+    tiles = {"PIECES_TILE": next_power_of_2(num_pieces), "GROUPS_TILE": groups_tile, "GROUP": _GROUP}
     tiles |= {"PARTS": _PARTS, "CANDIDATES": _CANDIDATES}
     return Scratch((empty(groups_tile, torch.int32), *candidates, parts, maxima), counts, tiles)
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels import reference
-from minillm.kernels.compat import pdl_options, wait_for_inputs
+from minillm.kernels.compat import next_power_of_2, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.sampling.scan import PIECE, check_logits, ordered, read_parts, scan
 
@@ -276,7 +276,7 @@ def top_log_probabilities(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     else:
         _top_kernel[(rows,)](
             logprobs, ids, *scratch.tensors, logits, logits.stride(0), vocab, *scratch.counts, count,
-            **scratch.tiles, COUNT_TILE=max(16, triton.next_power_of_2(count)), ROW_TILE=PIECE,
+            **scratch.tiles, COUNT_TILE=max(16, next_power_of_2(count)), ROW_TILE=PIECE,
             num_warps=8, **pdl_options(logits.device),
         )  # fmt: skip
     return logprobs, ids

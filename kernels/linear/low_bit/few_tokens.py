@@ -28,7 +28,15 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Norm
-from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options, wait_for_inputs
+from minillm.kernels.compat import (
+    INTERPRETED,
+    begin_part,
+    cdiv,
+    end_part,
+    next_power_of_2,
+    pdl_options,
+    wait_for_inputs,
+)
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, columns4, eight_weights, load_row, row_factors
 from minillm.kernels.linear.low_bit.layouts import GROUP, LowBit, bucket
@@ -120,11 +128,11 @@ def convert_to_float16(
     """
     tokens, columns = x.shape
     turns = _turns(columns)
-    rows = triton.next_power_of_2(max(tokens, 32)) if tokens <= 256 else triton.cdiv(tokens, 256) * 256
+    rows = next_power_of_2(max(tokens, 32)) if tokens <= 256 else cdiv(tokens, 256) * 256
     out = allocate_by_eights(x, columns) if by_eights else x.new_empty(rows, turns * 128, dtype=torch.float16)
     scales = x.new_empty(tokens, dtype=torch.float32)
     weight, eps = norm or (x, 0.0)
-    width = triton.next_power_of_2(turns * 128)
+    width = next_power_of_2(turns * 128)
     _to_float16_kernel[(tokens,)](
         out, scales, x, weight, order, columns, turns, eps, NORM=norm is not None, COLUMNS=width, BY_EIGHTS=by_eights,
         num_warps=8 if width <= 4096 else 16, **pdl_options(x.device),
@@ -133,7 +141,7 @@ def convert_to_float16(
 
 
 def _turns(columns: int) -> int:
-    return triton.cdiv(columns, SPAN) * (SPAN // 128)
+    return cdiv(columns, SPAN) * (SPAN // 128)
 
 
 def allocate_by_eights(x: Tensor, columns: int) -> Tensor:
@@ -141,7 +149,7 @@ def allocate_by_eights(x: Tensor, columns: int) -> Tensor:
 
     The tensor is for the order "by eights": see `Float16Activations`.
     """
-    return x.new_empty((triton.cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
+    return x.new_empty((cdiv(x.shape[0], 8), _turns(columns), 4, 8, 4, 8), dtype=torch.float16)
 
 
 @triton.jit
@@ -377,7 +385,7 @@ def _launch(
     levels, high, scales, units = planes_of(matrix)
     if layout.group == 16:
         scales = scales.view(torch.int16)
-    _matmul_kernel[(triton.cdiv(num_rows, (8 if gated else 16) * row_tiles), triton.cdiv(tokens, 8 * tiles))](
+    _matmul_kernel[(cdiv(num_rows, (8 if gated else 16) * row_tiles), cdiv(tokens, 8 * tiles))](
         out, x.x.view(torch.int32), x.scales, levels, high, scales, units, x.scales if bias is None else bias,
         x.scales if growth is None else growth, tokens, num_rows, columns // GROUP, x.x.shape[1], out_stride,
         GATED=gated, HALVES=growth is not None, ADD=add, BIAS=bias is not None,
@@ -397,7 +405,7 @@ def tile_for(tokens: int, features: int, columns: int) -> Tile:
 
     Programs for matrices with fewer rows have more warps, so that every multiprocessor has work.
     """
-    tiles = min(8, triton.next_power_of_2(triton.cdiv(tokens, 8)))
+    tiles = min(8, next_power_of_2(cdiv(tokens, 8)))
     if INTERPRETED.value:
         return Tile(8, 1, min(tiles, 2), 1)  # few turns, because each has overhead
     is_tall, is_long = features >= 12288, columns > 8192

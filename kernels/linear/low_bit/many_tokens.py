@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import INTERPRETED, dot, finished, has_wgmma, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, cdiv, dot, finished, has_wgmma, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.few_tokens import Float16Activations
 from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, load_row, row_factors
@@ -185,14 +185,14 @@ def product(
     scales, units = (each if each.data_ptr() % 4 == 0 else each.clone() for each in small)  # they are loaded as words
     bias_or_not, options = x.scales if bias is None else bias, pdl_options(out.device)
     sums = out if parts == 1 else torch.empty(parts, tokens, num_rows, dtype=torch.float32, device=out.device)
-    _dot_kernel[(triton.cdiv(num_rows, rows // 2 if gated else rows), triton.cdiv(tokens, width), parts)](
+    _dot_kernel[(cdiv(num_rows, rows // 2 if gated else rows), cdiv(tokens, width), parts)](
         sums, x.x, x.scales, levels, high, scales, units, bias_or_not,
         tokens, num_rows, columns // GROUP, x.x.shape[1] // 128, sums.stride(-2),
         GATED=gated, ADD=add, BIAS=bias is not None, PARTS=parts, **constants_of(matrix), CODES=codes(layout),
         ROWS=rows, TOKENS=width, WARPS=warps, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     if parts > 1:
-        _add_kernel[(tokens, triton.cdiv(num_rows, _COLUMNS))](
+        _add_kernel[(tokens, cdiv(num_rows, _COLUMNS))](
             out, sums, x.scales, bias_or_not, tokens, num_rows, out.stride(0),
             ADD=add, BIAS=bias is not None, PARTS=parts, COLUMNS=_COLUMNS, **options,
         )  # fmt: skip
@@ -215,7 +215,7 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: int) -> Tile:
     if INTERPRETED.value:
         return Tile(64, 16, 1, 4, 2)
     if tokens > 128:
-        programs = triton.cdiv(features, 128) * triton.cdiv(tokens, 256)
+        programs = cdiv(features, 128) * cdiv(tokens, 256)
         parts = 1 if gated or programs * 2 > _PROGRAMS else 2 if programs * 4 > _PROGRAMS else 4
         is_wide = layout.bits == 8 or (layout.bits, layout.scales) == (5, "super")  # three turns do not fit
         return Tile(128, 256, parts, 8, 2 if is_wide else 3)
@@ -225,7 +225,7 @@ def tile_for(layout: Layout, tokens: int, features: int, gated: int) -> Tile:
     if tokens > 32 and parts == 1:
         return Tile(128, 64, 1, 4, 4)
     # Three programs of three stages fit instead of two of four.
-    stages = 3 if tokens > 32 and triton.cdiv(features, 64) * parts > 2 * _PROGRAMS else 4
+    stages = 3 if tokens > 32 and cdiv(features, 64) * parts > 2 * _PROGRAMS else 4
     return Tile(64, 32 if tokens <= 32 else 64, parts, 4, stages)
 
 

@@ -18,7 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from minillm.kernels.arguments import Norm
-from minillm.kernels.compat import INTERPRETED, begin_part, end_part, num_multiprocessors, pdl_options
+from minillm.kernels.compat import (
+    INTERPRETED,
+    begin_part,
+    cdiv,
+    end_part,
+    next_power_of_2,
+    num_multiprocessors,
+    pdl_options,
+)
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of
@@ -241,11 +249,11 @@ def product(
         tile or matrix.tiles.get(bucket(tokens)) or tile_for(tokens, matrix.layout, groups, num_rows)
     )
     weight, eps = norm or (x, 0.0)
-    _product_kernel[(min(triton.cdiv(num_rows, rows), programs * num_multiprocessors(out.device)),)](
+    _product_kernel[(min(cdiv(num_rows, rows), programs * num_multiprocessors(out.device)),)](
         out, x, weight, matrix.order, *planes_of(matrix), x if bias is None else bias,
         num_rows, groups, x.stride(0), out.stride(0), eps,
         NORM=norm is not None, GATED=gated, ADD=add, BIAS=bias is not None, TOKENS=tokens,
-        **constants_of(matrix), ROWS=rows, GROUPS=max(_FEWEST, triton.next_power_of_2(groups)), PART=part,
+        **constants_of(matrix), ROWS=rows, GROUPS=max(_FEWEST, next_power_of_2(groups)), PART=part,
         num_warps=warps, **pdl_options(out.device),
     )  # fmt: skip
     return out
@@ -258,6 +266,6 @@ def tile_for(tokens: int, layout: Layout, groups: int, rows: int) -> Tile:
     if INTERPRETED.value:
         return 64, 4, 1
     by_groups = TILES[tokens]
-    by_rows = by_groups[min(max(triton.next_power_of_2(groups), min(by_groups)), max(by_groups))]
+    by_rows = by_groups[min(max(next_power_of_2(groups), min(by_groups)), max(by_groups))]
     tiles = next(tiles for most_rows, tiles in by_rows.items() if rows <= most_rows)
     return tiles[2 if layout.bits in (5, 6) else 3 if layout.bits == 8 else 1 if layout.scales == "super" else 0]

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from minillm.kernels.compat import next_power_of_2
 from minillm.kernels.linear.low_bit import choose as linear
 from minillm.kernels.linear.low_bit import few_tokens as matmul
 from minillm.kernels.linear.low_bit import one_token as matvec
@@ -64,7 +64,7 @@ class Job(NamedTuple):
     def kernel(self) -> object:
         """A key of the compiled kernel: jobs with equal keys share one kernel."""
         product, is_matvec = self.product, self.tokens <= matvec.MOST_TOKENS
-        cut = (self.tokens, self.tile[:2], triton.next_power_of_2(product.shape[1])) if is_matvec else self.tile
+        cut = (self.tokens, self.tile[:2], next_power_of_2(product.shape[1])) if is_matvec else self.tile
         return product.layout, product.place, cut
 
 
@@ -87,7 +87,7 @@ def candidates(product: Product, tokens: int) -> list[Tile]:
     features, columns = product.shape
     if tokens <= matvec.MOST_TOKENS:
         groups = columns // GROUP
-        lanes = triton.next_power_of_2(groups)
+        lanes = next_power_of_2(groups)
         found = [matvec.tile_for(tokens, product.layout, groups, product.num_rows)]
         for rows, share in ((2, 64), (2, 128), (4, 128), (8, 256)):  # groups per warp
             warps = min(16, max(1, rows * lanes // share))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import FP8, GROUP, LowBit
 from minillm.kernels.linear.low_bit.planes import constants_of, level_bytes, load_factors, load_levels, planes_of
@@ -86,15 +86,15 @@ def dequantize(matrix: LowBit, out: Tensor, index: Tensor | None = None) -> Tens
     """
     num_rows, columns = matrix.shape
     if matrix.layout == FP8:
-        width = min(2048, triton.next_power_of_2(columns))
-        _widen_kernel[(out.shape[0], triton.cdiv(columns, width))](
+        width = min(2048, next_power_of_2(columns))
+        _widen_kernel[(out.shape[0], cdiv(columns, width))](
             out, matrix.scales if index is None else index, readable(matrix.levels), matrix.scales, columns,
             INDEXED=index is not None, COLUMNS=width, **pdl_options(out.device),
         )  # fmt: skip
         return out
     rows = 1 if index is not None else 16
-    groups = min(16, triton.next_power_of_2(columns // GROUP))
-    _dequantize_kernel[(triton.cdiv(out.shape[0], rows), triton.cdiv(columns // GROUP, groups))](
+    groups = min(16, next_power_of_2(columns // GROUP))
+    _dequantize_kernel[(cdiv(out.shape[0], rows), cdiv(columns // GROUP, groups))](
         out, matrix.levels if index is None else index, *planes_of(matrix), out.shape[0], num_rows, columns // GROUP,
         INDEXED=index is not None, **constants_of(matrix), ROWS=rows, GROUPS=groups,
         num_warps=1 if index is not None else 4, **pdl_options(out.device),
