@@ -29,7 +29,7 @@ from minillm.grammar.meaning import (
 from minillm.grammar.object_keywords import OBJECTS, of_objects
 from minillm.grammar.opposites import opposites
 from minillm.grammar.regular import TooComplex
-from minillm.grammar.scalar_keywords import BOUNDS, EXACT, STRINGS, of_numbers, of_strings
+from minillm.grammar.scalar_keywords import BOUNDS, STRINGS, is_exact, limits_in, of_numbers, of_strings
 
 _MOST_SIZE = 60_000  # maximum subschemas of the result
 _MOST_OPPOSITES = 4  # maximum nested negations: each one multiplies the number of alternatives
@@ -80,6 +80,7 @@ class Rewriter:
     def __init__(self, root: Schema) -> None:
         self.root, self.meaning = root, Meaning(root)
         self.algebra = self.meaning.algebra
+        self.limits = set(limits_in(root))  # the bounds for numbers anywhere in the schema
         self._names: dict[int, str] = {}  # names of definitions, by the id() of their original schemas
         self._definitions: dict[str, Schema] = {}
         self._open: list[int] = []  # the id() of schemas that are being written as definitions, or negated
@@ -287,7 +288,7 @@ _SINGLE: dict[str, Callable[[Rewriter, dict[str, Any]], Any]] = {
 
 
 def _check_exact(value: Any) -> None:
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > EXACT and int(float(value)) != value:
+    if isinstance(value, int | float) and not is_exact(value):
         raise Unsupported(f"has the number {value} in enum or const, which has too many digits")
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _check_exact(each)

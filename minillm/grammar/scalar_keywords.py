@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Protocol
 
 from minillm.errors import UsageError
@@ -14,6 +15,7 @@ from minillm.grammar.regular import Algebra
 STRINGS = frozenset(("pattern", "format", "minLength", "maxLength", "$language"))
 BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
 EXACT = 1 << 53  # larger integers are not exact in llguidance
+_DIGITS = 15  # llguidance may misread fractions with more digits
 _FARTHEST = (1 << 63) - 1024  # the largest integer of llguidance
 
 
@@ -22,6 +24,7 @@ class Rewriting(Protocol):
 
     meaning: Meaning
     algebra: Algebra
+    limits: set[float]
 
     def rewritten(self, schema: Schema) -> Schema:
         """Return a schema, rewritten for llguidance."""
@@ -67,9 +70,11 @@ def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
     """Add a schema's number keywords to ``result``. Return None, because these keywords never reject every value."""
     low, above, high, below = bounds(schema)
     if low is not None:
-        result["exclusiveMinimum" if above else "minimum"] = _inner(low, up=True)
+        step = _step(rewriter, low, 1) if above else None
+        result["exclusiveMinimum" if above and step is None else "minimum"] = _inner(low, step, up=True)
     if high is not None:
-        result["exclusiveMaximum" if below else "maximum"] = _inner(high, up=False)
+        step = _step(rewriter, high, -1) if below else None
+        result["exclusiveMaximum" if below and step is None else "maximum"] = _inner(high, step, up=False)
     step = number(schema, "multipleOf")
     if step is not None:
         if step <= 0:
@@ -78,14 +83,53 @@ def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
     return None
 
 
-def _inner(bound: float, *, up: bool) -> float:
+def limits_in(node: Any) -> Iterator[float]:
+    """Yield the values of all bounds for numbers in a schema and its subschemas."""
+    if isinstance(node, dict):
+        for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            if isinstance(node.get(key), int | float) and not isinstance(node[key], bool):
+                yield node[key]
+    for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from limits_in(each)
+
+
+def is_exact(value: float) -> bool:
+    """Return whether llguidance reads a number of a schema as exactly this number."""
+    if isinstance(value, int):
+        return abs(value) <= EXACT or int(float(value)) == value
+    if math.isinf(value):
+        return False
+    _, digits, exponent = Decimal(repr(value)).as_tuple()
+    return int("".join(map(str, digits))) <= EXACT and abs(int(exponent)) <= 22  # powers of 10 that float64 can hold
+
+
+def _step(rewriter: Rewriting, bound: float, sign: int) -> Decimal | None:
+    """Return by how much to move an excluded bound inwards to include it. Return None if it can stay excluded.
+
+    llguidance allows an excluded integer if the range ends before the next integer: 0 for ``0 < x <= 0.5``. The other
+    end of the range may be in another subschema, so all bounds of the schema count. ``sign``: 1 for a minimum, -1 for a
+    maximum.
+    """
+    if math.isinf(bound) or bound != int(bound) or bound * sign < 0:
+        return None
+    distances = [distance for each in rewriter.limits if 0 < (distance := (each - bound) * sign) < 1]
+    return Decimal(10) ** (math.floor(math.log10(min(distances))) - 6) if distances else None
+
+
+def _inner(bound: float, step: Decimal | None, *, up: bool) -> float:
     """Round a bound inwards to a number that llguidance represents exactly, so that the range never grows.
 
-    ``up``: ``bound`` is a minimum, so the result is ``bound`` or larger. Otherwise ``bound`` is a maximum, and the
-    result is ``bound`` or smaller.
+    Args:
+        step: distance to move the bound inwards first, or None.
+        up: ``bound`` is a minimum, so the result is ``bound`` or larger. Otherwise ``bound`` is a maximum, and the
+            result is ``bound`` or smaller.
     """
     if abs(bound) <= EXACT:
-        return bound
+        if step is None and bound == int(bound):
+            return bound
+        context = Context(_DIGITS, ROUND_CEILING if up else ROUND_FLOOR)
+        shift = step or Decimal()
+        return float((context.add if up else context.subtract)(Decimal(repr(bound)), shift))
     bound = max(bound, -_FARTHEST) if up else min(bound, _FARTHEST)
     near = float(bound)
     if (near < bound) if up else (near > bound):

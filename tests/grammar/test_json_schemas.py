@@ -188,6 +188,15 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [4, 6], [3, 7],
     ),
     "the larger of two bounds": ({"type": "integer", "minimum": 3, "exclusiveMinimum": 3}, [4], [3, 2]),
+    "more than an integer, and less than the next": (
+        {"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, [0.5, 0.25, 0.001], [0, 0.0, -0.1, 0.6],
+    ),
+    "less than an integer, and more than the one before": (
+        {"allOf": [{"type": "number", "exclusiveMaximum": -18}, {"minimum": -18.5}]}, [-18.5, -18.1], [-18, -18.0, -19],
+    ),
+    "bounds of many digits": (
+        {"minimum": -14.200000000000003, "maximum": -14.200000000000001}, ["a"], [-14.2, -14.200000000000005],
+    ),
     "integers of 64 bits": (
         {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [0, -(2**53), 2**53], [2**63, 2**64, -(2**63) - 1],
     ),
@@ -346,6 +355,8 @@ REJECTED: dict[str, Any] = {
     " oneOf ": {"type": "array", "oneOf": [{"maxItems": 0}, {"maxItems": 0, "items": {"type": "integer"}}]},
     "which is not a schema": {"$ref": "#/title", "title": "x"},
     "too many digits": {"enum": [2**60 + 1]},
+    "0.9019999999999999": {"const": 0.9019999999999999},
+    "inf": '{"enum": [1e400]}',
     "where a schema belongs": {"properties": {"a": 3}},
     "reference to itself": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
     "too many optional properties": {"properties": {f"p{i}": {} for i in range(30)}, "minProperties": 5},
