@@ -5,12 +5,10 @@ An answer becomes a list of output items: reasoning, messages and function calls
 
 from __future__ import annotations
 
-import codecs
 import time
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import count
 from typing import Any
 
 from minillm.server.answers import Json, Usage, token_logprobs
@@ -18,6 +16,7 @@ from minillm.server.client import Answer
 from minillm.server.completions.formatters import EventWriter
 from minillm.server.http.sending import HTTPError
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart, ThoughtPart
+from minillm.server.responses.tokens import TokenFinder, by_token
 from minillm.service.call_messages import Completion, Text, Token
 
 _TYPES = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item -> type of its content, in events
@@ -58,7 +57,7 @@ class ResponseWriter(EventWriter):
     _item: Json | None = None  # the open item
     _pieces: list[str] = field(default_factory=list)  # pieces of the open item's text or arguments
     _tokens: list[Token] = field(default_factory=list)  # tokens of the open item's text
-    _new_tokens: list[Token] = field(default_factory=list)  # tokens with text that belongs to no item yet
+    _finder: TokenFinder = field(default_factory=TokenFinder)
     _token_ids: list[int] = field(default_factory=list)
     _reason: str | None = None  # why the answer ended
     _is_cut: bool = False  # a stop string shortened the text, so the token ids contain more than the text
@@ -68,22 +67,26 @@ class ResponseWriter(EventWriter):
 
     def pieces(self, number: int, text: Text | Completion) -> list[Json]:
         self._token_ids += text.token_ids
-        self._new_tokens += text.tokens
-        return super().pieces(number, text)
+        events: list[Json] = []
+        for each in by_token(text):
+            self._finder.add(each.tokens, is_last=bool(each.finish_reason))
+            events += super().pieces(number, each)
+        return events
 
     def add(self, part: Part) -> Iterator[Json]:
         match part:
             case TextPart(text):
                 yield from self._open("message")
-                self._tokens += (tokens := self._tokens_of(text))
+                self._tokens += (tokens := self._finder.take(text, continues=bool(self._tokens)))
                 yield self._extend("output_text", text, content_index=0, logprobs=token_logprobs(tokens))
             case ThoughtPart(text):
                 yield from self._open("reasoning")
-                self._tokens_of(text)
+                self._finder.skip(text)
                 yield self._extend("reasoning_text", text, content_index=0)
             case CallPart(_, name, function):
                 yield from self._open("function_call", call_id=name, name=function, arguments="")
             case ArgumentsPart(_, text):
+                self._finder.skip_call()
                 yield self._extend("function_call_arguments", text)
 
     def end(self, reason: str, stop: str | int | None = None) -> Iterator[Json]:
@@ -128,24 +131,6 @@ class ResponseWriter(EventWriter):
         yield self._event("output_item.done", item=item)
         self.output.append(item)
         self._item, self._pieces, self._tokens = None, [], []
-
-    def _tokens_of(self, text: str) -> list[Token]:
-        """Return the tokens that contain ``text`` or a part of it. ``text`` is the next piece of the answer.
-
-        Remove these tokens, and all tokens before them, from `_new_tokens`.
-        """
-        decoder, pieces, is_open = codecs.getincrementaldecoder("utf-8")("replace"), list[str](), list[bool]()
-        for token in self._new_tokens:
-            pieces.append(decoder.decode(token.raw))
-            is_open.append(bool(decoder.getstate()[0]))  # the token ends inside of a character
-        ends, whole = list(accumulate(map(len, pieces))), "".join(pieces)
-        begin = max(0, whole.find(text))
-        end = begin + len(text) if text in whole else len(whole)  # a character may have begun in an earlier token
-        first, taken = bisect_right(ends, begin), bisect_left(ends, end) + 1
-        while first and is_open[first - 1]:
-            first -= 1
-        found, self._new_tokens = self._new_tokens[first:taken], self._new_tokens[taken:]
-        return found
 
     def _part(self, kind: str, text: str) -> Json:
         """Return ``text``, the text of the open item of type ``kind``, as a content part in the format of the API."""

@@ -22,6 +22,7 @@ from minillm.server.client import Answer as RunningAnswer
 from minillm.server.http.sending import HTTPError
 from minillm.server.parsers.parts import PlainReader
 from minillm.server.parsers.thoughts import ThoughtReader
+from minillm.server.parsers.tool_calls import CallReader
 from minillm.server.responses import bodies as response_bodies
 from minillm.server.responses.answers import ResponseWriter, item_id, response_of
 from minillm.server.responses.bodies import messages_of
@@ -342,6 +343,35 @@ def test_logprobs_are_of_the_message_also_after_bytes_that_are_no_text(num_texts
     said = writer.output[-1]["content"][0]
     assert said["text"] == "あA🎉B."
     assert [bytes(each["bytes"]) for each in said["logprobs"]] == message
+
+
+TAGGED_CALL = b'<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+ITEMS: list[tuple[list[bytes], list[list[bytes]]]] = [  # tokens of an answer, and those of each of its messages
+    ([b"ab", b"", b"c\xf0", b"\x9f"], [[b"ab", b"", b"c\xf0", b"\x9f"]]),  # the answer ends inside of a character
+    ([b"a", TAGGED_CALL[:20], TAGGED_CALL[20:], b"get"], [[b"a"], [b"get"]]),  # the call has this text, too
+    ([b"a<tool", b"_cal", b"l", b"><to", b"ol_call>"], [[b"a<tool", b"_cal", b"l", b"><to", b"ol_call>"]]),  # no call
+    ([b"<think>", b"i", b"</think>", b"i"], [[b"i"]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("raws", "expected"), ITEMS)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_logprobs_of_whole_and_of_streamed_answers_are_those_of_the_messages(
+    raws: list[bytes], expected: list[list[bytes]], at_once: bool
+) -> None:
+    tokens = [Token(number, "", raw, -1.0) for number, raw in enumerate(raws)]
+    writer = ResponseWriter(lambda opened: ThoughtReader(CallReader({"get": {}}, 16), opened=opened), {"id": "resp_1"})
+    writer.first(0, 0, RunningAnswer("1", news=asyncio.Event()))
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    texts = [decoder.decode(raw) for raw in raws]
+    texts[-1] += decoder.decode(b"", final=True)
+    pieces = (
+        [("".join(texts), tokens)] if at_once else [(text, [token]) for text, token in zip(texts, tokens, strict=True)]
+    )
+    for number, (text, new) in enumerate(pieces, 1):
+        writer.pieces(0, Text("1", 0, text, len(new), new, "stop" if number == len(pieces) else None))
+    said = [item["content"][0]["logprobs"] for item in writer.output if item["type"] == "message"]
+    assert [[bytes(each["bytes"]) for each in logprobs] for logprobs in said] == expected
 
 
 def test_references_cannot_make_a_short_body_long(monkeypatch: pytest.MonkeyPatch) -> None:
