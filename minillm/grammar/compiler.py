@@ -61,22 +61,23 @@ class Compiler:
         with self._looking:
             kept = self._kept.get(grammar) or _Kept([], 0.0)
             kept.matchers = [each for each in kept.matchers if not each.family.has_failed]
-            may_grow = kept.may_grow
+            matchers, may_grow = kept.matchers, kept.may_grow
         if may_grow:
             began = time.monotonic()
             try:
-                kept.matchers.append(self._compile(grammar))
+                matchers = [*matchers, self._compile(grammar)]
             except UsageError:
-                if not kept.matchers:
+                if not matchers:
                     raise
             kept.seconds = max(kept.seconds, time.monotonic() - began)
         with self._looking:
+            kept.matchers = matchers  # those that another thread has added meanwhile are lost
             self._kept[grammar] = kept
             self._kept.move_to_end(grammar)
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-            kept.turn = (kept.turn + 1) % len(kept.matchers)
-            return kept.matchers[kept.turn].copy()
+            kept.turn = (kept.turn + 1) % len(matchers)
+            return matchers[kept.turn].copy()
 
     def _compile(self, grammar: Grammar) -> Matcher:
         """Compile a grammar in a thread. Raises UsageError as `matcher` does.
