@@ -89,9 +89,10 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
     def forms(self) -> dict[str, dict[str, Any]]:
         """Return the engine's parameter ``grammar`` for each field that is set, by the field's name."""
-        values = {kind: getattr(self, name) for name, kind in _GRAMMARS.items()}
-        values["json_object"] = self.json_object or None
-        return {f"structured_outputs.{kind}": {kind: value} for kind, value in values.items() if value is not None}
+        kinds = {**_GRAMMARS, "json_object": "json_object"}
+        values = {name: getattr(self, name) for name in kinds} | {"json_object": self.json_object or None}
+        found = {name: value for name, value in values.items() if value is not None}
+        return {f"structured_outputs.{name}": {kinds[name]: value} for name, value in found.items()}
 
 
 class ForkOf(msgspec.Struct, forbid_unknown_fields=True):
@@ -187,11 +188,10 @@ class _Generation(CommonFields):
     @property
     def has_schema(self) -> bool:
         """Return whether the request's grammar makes the answer JSON."""
-        form = self.grammar() or {}
-        return "json_schema" in form or "json_object" in form
+        return any({"json_schema", "json_object"} & form.keys() for form in self.grammar().values())
 
-    def grammar(self) -> dict[str, Any] | None:
-        """Return the engine's parameter ``grammar``, or None for free text. Raises BadField for several grammars."""
+    def grammar(self) -> dict[str, dict[str, Any]]:
+        """Return the engine's parameter ``grammar`` by the name of its field; empty for free text. Raises BadField."""
         found = {} if self.structured_outputs is None else self.structured_outputs.forms()
         if self.response_format is not None and (format_ := self.response_format.grammar()) is not None:
             found["response_format"] = format_
@@ -199,7 +199,7 @@ class _Generation(CommonFields):
         found |= {name: {kind: value} for name, kind in fields.items() if (value := getattr(self, name)) is not None}
         if len(found) > 1:
             raise BadField(f"{' and '.join(found)}: an answer follows one grammar; give one", list(found)[1])
-        return next(iter(found.values()), None)
+        return found
 
     def check(self) -> None:
         """Raise BadField for a value that is invalid for every model."""
@@ -322,7 +322,7 @@ class ChatBody(_Generation):
         if self.max_completion_tokens not in (None, NO_LIMIT):
             values["max_tokens"] = self.max_completion_tokens
         values["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
-        return _checked(values)
+        return _checked(values, {} if self.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"})
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -389,15 +389,18 @@ def _given(body: _Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
     if NO_LIMIT in (body.max_tokens, getattr(body, "max_completion_tokens", None)):
         values.pop("max_tokens", None)
         defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
-    if (grammar := body.grammar()) is not None:
+    for grammar in body.grammar().values():
         values["grammar"] = grammar
     if body.use_beam_search:
         values.setdefault("beam_width", getattr(body, "best_of", None) or body.n or BeamSearchParams.beam_width)
     return values if "beam_width" in values else with_defaults(values, defaults)
 
 
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters that are not None. Raises BadField for an invalid parameter."""
+def _checked(values: dict[str, Any], names: Mapping[str, str] = {}) -> dict[str, Any]:
+    """Return the sampling parameters that are not None. Raises BadField for an invalid parameter.
+
+    ``names``: parameters -> fields of the request, if they differ.
+    """
     searches = "beam_width" in values
     values = {name: value for name, value in values.items() if value is not None}
     for name in values:
@@ -410,6 +413,7 @@ def _checked(values: dict[str, Any]) -> dict[str, Any]:
         quick = {name: value for name, value in values.items() if name != "grammar"}  # the engine process checks it
         (BeamSearchParams if searches else SamplingParams)(**quick)
     except UsageError as error:
-        text = str(error)
-        raise BadField(text, next((name for name in values if text.startswith(name)), "")) from None
+        name = re.split(r"\W", str(error), maxsplit=1)[0]
+        field = names.get(name, name)
+        raise BadField(str(error).replace(name, field, 1), field if name in values else "") from None
     return values

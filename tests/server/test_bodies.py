@@ -73,6 +73,24 @@ def test_top_logprobs_have_their_bounds() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "field", "fields"),
+    [
+        (CompletionBody, "no_repeat_ngram_size", {"n": 2, "no_repeat_ngram_size": -1}),
+        (CompletionBody, "stop_token_ids", {"stop": ["a"], "stop_token_ids": [-1]}),
+        (ChatBody, "max_tokens", {"max_tokens": -2}),
+        (ChatBody, "max_completion_tokens", {"max_completion_tokens": -2}),
+        (ChatBody, "regex", {"structured_outputs": {"json": {}}, "regex": "a"}),
+    ],
+)
+def test_errors_name_the_field_that_was_sent(kind: Any, field: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(BadField) as caught:
+        check(kind, **fields)
+    assert caught.value.field == field
+    given = "structured_outputs.json and regex: " if "structured_outputs" in fields else field
+    assert str(caught.value).startswith(given)
+
+
+@pytest.mark.parametrize(
     ("kind", "field"),
     [(ChatBody, "max_tokens"), (ChatBody, "max_completion_tokens"), (CompletionBody, "max_tokens")],
 )

@@ -72,8 +72,8 @@ def _chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: 
     def reader(opened: bool) -> ThoughtReader:
         return ThoughtReader(choice.reader(calls, formats), opened=opened)
 
-    grammar = "tools" if choice.schemas else "" if body.response_format is None else names.get("response_format", "")
-    return ChatCall(body, call, reader, {**names, "grammar": grammar})
+    grammar = "tools" if choice.schemas else _grammar_field(body)
+    return ChatCall(body, call, reader, {**names, "grammar": names.get(grammar, grammar)})
 
 
 async def chat(service: Service, request: Request) -> GeneratedResponse:
@@ -93,7 +93,12 @@ async def complete(service: Service, request: Request) -> GeneratedResponse:
     calls = [_call(service, request.state.tenant, each, body, prompt, params) for each, prompt in pairs]
     formatter = TextFormatter(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
     encoder = Frame(name, service.names[0], "text_completion")
-    return generating(service, body, calls, encoder, formatter)
+    return generating(service, body, calls, encoder, formatter, {"grammar": _grammar_field(body)})
+
+
+def _grammar_field(body: ChatBody | CompletionBody) -> str:
+    """Return the name of the field that has the request's grammar; empty if there is none."""
+    return next(iter(body.grammar()), "")
 
 
 def _call(

@@ -187,10 +187,10 @@ def choice_of(body: ChatBody) -> ToolChoice:
         raise BadField("tool_choice: there are no tools; give tools as well", "tool_choice")
     if wanted in (None, "auto"):
         strict = frozenset(name for name in map(_strict_name, body.tools or ()) if name)
-        if strict and body.grammar() is not None and not body.has_schema:
+        if strict and body.grammar() and not body.has_schema:
             raise BadField("tools: a strict tool has its own grammar; leave the other grammar or strict out", "tools")
         return ToolChoice(tools, most=most, strict=strict, has_schema=body.has_schema)
-    if body.grammar() is not None:
+    if body.grammar():
         raise BadField("tool_choice: a tool call has its own grammar; leave the other grammar out", "tool_choice")
     if wanted == "required":
         return ToolChoice(tools, tools, most)

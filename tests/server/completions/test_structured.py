@@ -131,3 +131,21 @@ def test_any_object_in_the_form_of_vllm(server: Server) -> None:
 def test_a_form_that_is_none_is_refused(server: Server, body: dict[str, Any], words: str) -> None:
     assert words in post(server, max_tokens=5, **body)["error"]["message"]
     assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        ("completions", {"prompt": "a", "guided_regex": "("}, "guided_regex"),
+        ("chat/completions", {"messages": MESSAGES, "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ("chat/completions", {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema":
+            {"name": "a", "schema": {"type": "b"}}}}, "response_format"),
+        ("responses", {"input": "a", "structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_grammar_names_its_field(server: Server, path: str, fields: Any, field: str) -> None:
+    answer = httpx.post(f"{server.url}/v1/{path}", json=fields, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ")
