@@ -151,7 +151,11 @@ class Replicas:
             delay = 2 ** (len(ends) - 1) - 1
             self._say(number, f"restarting it{f' in {delay} s' if delay else ''}")
             await asyncio.sleep(delay)
-            engine = await self.begin(number)
+            try:
+                engine = await self.begin(number)
+            except OSError as error:  # too many processes or open files, or too little memory
+                self.engines[number].failure = MinillmError(f"no engine process can be started: {error.strerror}")
+                continue
             try:
                 await engine.ready
                 self.engines[number] = engine

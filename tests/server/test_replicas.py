@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -268,9 +269,9 @@ class Ending:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("loads", [True, False])
+@pytest.mark.parametrize("loads", [True, False, None])
 async def test_an_engine_that_ends_again_and_again_is_given_up(
-    loads: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    loads: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits: list[float] = []
 
@@ -282,6 +283,8 @@ async def test_an_engine_that_ends_again_and_again_is_given_up(
 
     async def begin(number: int) -> Any:
         begun.append(number)
+        if loads is None:
+            raise OSError(errno.EMFILE, "Too many open files")
         return Ending(loads)
 
     engines: Any = [Ending(True), Ending(True)]
@@ -291,7 +294,9 @@ async def test_an_engine_that_ends_again_and_again_is_given_up(
     assert sorted(waits) == [0, 0, 1, 1, 3, 3, 7, 7, 15, 15], "each time later"
     assert sorted(begun) == [0] * 5 + [1] * 5
     assert not both.serves
-    assert capsys.readouterr().err.count("is not restarted") == 2
+    printed = capsys.readouterr().err
+    assert printed.count("is not restarted") == 2
+    assert ("Too many open files" in printed) == (loads is None)
 
 
 class Recording:
