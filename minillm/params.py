@@ -17,6 +17,7 @@ MAX_STOP_LENGTH = 1024
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED = 1 << 20  # token ids: more than any vocabulary has
 MAX_TOKENS = 1 << 24
+_MAX_LENGTH_PENALTY = 40.0  # MAX_TOKENS to this power is still a float
 
 
 # (ids of the prompt, ids of the answer so far, float32 logits ``[vocab]``) -> logits ``[vocab]``
@@ -244,8 +245,9 @@ class BeamSearchParams(_Params):
     beam_width: int = integer(4, 1, MAX_N, help="beams kept at each step, over all groups")
     n: int | None = integer(None, 1, MAX_N, help="answers to return, best first; None: all beams")
     length_penalty: float = number(
-        1.0, -100.0, 100.0, help="exponent of the length normalization (above 0 favors long beams)"
-    )
+        1.0, -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY,
+        help="exponent of the length normalization (above 0 favors long beams)",
+    )  # fmt: skip
     early_stopping: bool | str = custom(
         False, _early_stopping, metavar="true|false|never", parse=_true_false_or_text,
         choices=("true", "false", "never"),

@@ -236,6 +236,8 @@ def test_a_group_does_not_pay_for_beams_that_a_stop_string_has_ended(models: tup
         ({"early_stopping": 1}, "early_stopping"),
         ({"beam_width": 4, "num_beam_groups": 3}, "num_beam_groups"),
         ({"length_penalty": float("nan")}, "length_penalty"),
+        ({"length_penalty": 41}, "length_penalty"),  # the power of a long beam's length would overflow
+        ({"length_penalty": -41}, "length_penalty"),
         ({"temperature": 1.0}, "temperature"),
     ],
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from minillm.beams.search import BeamSearch, Candidate, Finished
+from minillm.params import MAX_TOKENS, BeamSearchParams
 
 END = 0
 
@@ -61,3 +64,12 @@ def test_a_search_is_over_when_no_beam_can_do_better(
 
 def test_so_many_candidates_that_enough_of_them_do_not_end() -> None:
     assert [search(1.0, False).num_candidates(ends) for ends in (0, 1, 2, 3)] == [4, 4, 6, 8]
+
+
+@pytest.mark.parametrize("penalty", [40.0, -40.0])
+@pytest.mark.parametrize("num_tokens", [1, MAX_TOKENS - 1])
+def test_scores_are_numbers_for_any_penalty_and_length(penalty: float, num_tokens: int) -> None:
+    params = BeamSearchParams(length_penalty=penalty, early_stopping="never")
+    searching: BeamSearch[int] = BeamSearch(1, params.length_penalty, "never", MAX_TOKENS, num_tokens=num_tokens)
+    advance(searching, (-1e6, END), (-2e6, 1))
+    assert math.isfinite(searching.finished[0].score)
