@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from difflib import unified_diff
-from functools import lru_cache
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NoReturn
@@ -32,7 +32,7 @@ import torch
 
 import reached
 from faults import FAULTS, Fault
-from places import changed
+from places import changed, lines_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LEFT_BEHIND = shutil.ignore_patterns(
@@ -58,10 +58,19 @@ def seeded(fault: Fault, text: str) -> str:
     return changed(text, fault.function, fault.place, fault.new)
 
 
-@lru_cache(8)
-def _tree_of(text: str) -> str:
-    """Return the syntax tree of a file as text."""
-    return ast.dump(ast.parse(text))
+_read = cache(Path.read_text)
+
+
+def _changes_nothing(fault: Fault, text: str) -> bool:
+    """Return whether the syntax tree of the fault's function, or of the file, stays the same. Raises SyntaxError."""
+    new = seeded(fault, text)
+    begin, end = lines_of(text, fault.function)
+    return _tree_of(text[begin:end]) == _tree_of(new[begin : len(new) - len(text) + end])
+
+
+def _tree_of(lines: str) -> str:
+    """Return the syntax tree of a file or a function as text."""
+    return ast.dump(ast.parse(f"if True:\n{lines}" if lines.startswith(" ") else lines))
 
 
 def problems(fault: Fault) -> list[str]:
@@ -69,9 +78,9 @@ def problems(fault: Fault) -> list[str]:
     found = []
     if not (ROOT / fault.file).is_file():
         return [f"{fault.name}: there is no {fault.file}"]
-    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    text = _read(ROOT / fault.file, encoding="utf-8")
     try:
-        if ast.dump(ast.parse(seeded(fault, text))) == _tree_of(text):
+        if _changes_nothing(fault, text):
             found.append(f"{fault.name}: {fault.file} stays the same")
     except LookupError as error:
         found.append(f"{fault.name}: {fault.file}: {error}")
@@ -82,7 +91,7 @@ def problems(fault: Fault) -> list[str]:
         path = ROOT / name
         if not path.is_file():
             found.append(f"{fault.name}: there is no {name}")
-        elif function and not re.search(rf"^(async )?def {function.partition('[')[0]}\(", path.read_text(), re.M):
+        elif function and not re.search(rf"^(async )?def {function.partition('[')[0]}\(", _read(path), re.M):
             found.append(f"{fault.name}: there is no {test}")
     if not fault.tests and not fault.harmless:
         found.append(f"{fault.name}: neither tests nor a reason why it changes nothing")

@@ -80,6 +80,14 @@ def span(source: str, node: ast.AST) -> tuple[int, int]:
     return at(node.lineno, node.col_offset), at(node.end_lineno, node.end_col_offset)
 
 
+def lines_of(source: str, function: str) -> tuple[int, int]:
+    """Return where the lines of a function begin and end in the source, in characters; for ``""`` those of the file."""
+    if not function:
+        return 0, len(source)
+    begin, end = span(source, _body(_tree(source), function))
+    return source.rfind("\n", 0, begin) + 1, end
+
+
 _tree = lru_cache(8)(ast.parse)  # faults of one file follow one another
 
 
