@@ -35,6 +35,7 @@ _SHORTEST_KEY = 8
 def run(arguments: argparse.Namespace) -> int:
     """Serve a model until ctrl-c."""
     if arguments.api_key is not None:
+        _check_key(arguments.api_key)  # an empty one would not be noticed in the environment
         _hide_key(arguments.api_key)
     config = read_config(arguments.config)
     model = config.choose_model(arguments.name or arguments.model)
@@ -128,9 +129,13 @@ def _keys(key: str, file: str | None) -> Mapping[str, str]:
             name, colon, value = line.rpartition(":")
             found[value.strip()] = name.strip() if colon else f"key {number}"
     for each in found:
-        if len(each) < _SHORTEST_KEY or not each.isascii() or any(c.isspace() for c in each):
-            raise UsageError(f"an API key needs at least {_SHORTEST_KEY} ASCII characters, and no spaces")
+        _check_key(each)
     return found
+
+
+def _check_key(key: str) -> None:
+    if len(key) < _SHORTEST_KEY or not key.isascii() or any(c.isspace() for c in key):
+        raise UsageError(f"an API key needs at least {_SHORTEST_KEY} ASCII characters, and no spaces")
 
 
 def _lines(path: Path) -> list[str]:
