@@ -1264,7 +1264,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
     "minillm/grammar/vocabulary.py": [
         ("text-encoded-as-a-beginning", "Vocabulary.encode", "BinOp 0", "$right",
          "tests/grammar/test_vocabulary.py::test_texts_are_spelled_by_the_tokenizer_within_other_text"),
-        ("row-of-the-mask", "Vocabulary.fill", "Call 2", "$func($args[0][::-1])",
+        ("row-of-the-mask", "Vocabulary.fill", "(states[row], row)", "(states[-1 - row], row)",
          "tests/grammar/test_vocabulary.py::test_several_masks_at_a_time_are_those_of_each_alone"),
     ],
     "minillm/grammar/trial.py": [

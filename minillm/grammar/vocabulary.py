@@ -61,7 +61,7 @@ class Vocabulary:
         """Compute masks of the allowed next tokens, for several sequences at a time.
 
         Args:
-            states: the llguidance matcher of each sequence.
+            states: the llguidance matcher of each sequence. Sequences may share a matcher.
             words: ``[states, num_words]``, contiguous; receives the masks. Bit ``i % 32`` of word ``i // 32`` is set if
                 token ``i`` is allowed. If no text can follow or the state has an error, no bit is set.
 
@@ -69,11 +69,17 @@ class Vocabulary:
             For each sequence, whether its text may end here. It is also True if the state has an error.
         """
         assert words.flags.c_contiguous, "the library writes to the memory itself"
-        if len(states) == 1:
-            states[0].unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        first: dict[int, int] = {}  # the first row of each matcher, by its id()
+        for row, state in enumerate(states):
+            first.setdefault(id(state), row)
+        size = self.num_words * 4
+        if len(first) == 1:
+            states[0].unsafe_compute_mask_ptr(words.ctypes.data, size)
         else:
-            rows = [(state, row) for row, state in enumerate(states)]
-            self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, self.num_words * 4, len(states))
+            rows = [(states[row], row) for row in first.values()]
+            self._executor.unsafe_compute_mask_ptr(rows, words.ctypes.data, size, len(states))
+        if len(first) < len(states):
+            words[:] = words[[first[id(state)] for state in states]]
         end, bit = words[:, self.size // 32], np.uint32(1 << self.size % 32)
         may_end: list[bool] = (end & bit != 0).tolist()
         end &= ~bit

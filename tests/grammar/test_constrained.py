@@ -163,6 +163,20 @@ def test_answers_match_their_expressions(llm: LLM, beams: bool) -> None:
         assert len({text for text, _ in answers}) > 1
 
 
+def test_groups_of_beams_follow_a_grammar(llm: LLM) -> None:
+    options: dict[str, Any] = {"grammar": Grammar.regex("[a-z ]{3,30}"), "max_tokens": 40}
+    alone, groups = llm.generate(
+        ["x", "x"],
+        [
+            BeamSearchParams(beam_width=2, **options),
+            BeamSearchParams(beam_width=4, num_beam_groups=2, diversity_penalty=0.0, **options),
+        ],
+    )
+    assert groups.error is None
+    found = [completion.token_ids for completion in groups.outputs]
+    assert sorted(found) == sorted([completion.token_ids for completion in alone.outputs] * 2)
+
+
 def test_answers_are_among_the_choices(llm: LLM) -> None:
     grammar = Grammar.choice(CHOICES)
     [samples] = texts(llm.generate(["x"], SamplingParams(grammar=grammar, n=64, seed=2, max_tokens=20)))
