@@ -68,16 +68,23 @@ class Branch:
         if num_tokens:
             del self.token_ids[-num_tokens:]
             if self.sequence is not None:
-                child = idle_sequences.fork_idle(self._driver, self.sequence, len(self.token_ids))
-                idle_sequences.release(self._driver, self.sequence)
-                self.sequence = child
+                self.go_on_from(idle_sequences.fork_idle(self._driver, self.sequence, len(self.token_ids)))
         return self
 
     def free(self) -> None:
         """Free the branch's blocks. A freed branch cannot be used; freeing it again does nothing."""
-        if not self.freed and self.sequence is not None:
-            idle_sequences.release(self._driver, self.sequence)
-        self.freed, self.sequence = True, None
+        self.freed = True
+        self.go_on_from(None)
+
+    def go_on_from(self, sequence: Sequence | None) -> None:
+        """Replace the branch's idle sequence, and free its blocks. Another thread may have freed the branch."""
+        with self._driver.locked():
+            unused, self.sequence = [self.sequence], sequence
+            if self.freed:
+                unused, self.sequence = [*unused, sequence], None
+            for each in unused:
+                if each is not None:
+                    idle_sequences.release(self._driver, each)
 
     @property
     def text(self) -> str:
@@ -112,7 +119,8 @@ def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[Samp
         end = completion.token_ids[-1:] if completion.finish_reason == "stop" else []
         if end and (end[0] in eos_token_ids or end[0] == completion.stop_reason):
             sequence.token_ids.pop()  # the end token, which was never computed and takes no slot
-        branch.sequence, branch.token_ids = sequence, list(sequence.token_ids)
+        branch.go_on_from(sequence)
+        branch.token_ids = list(sequence.token_ids)
         completions.append(completion)
     return completions
 
@@ -126,7 +134,7 @@ def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> l
     result = []
     for branch, (sequence, output) in zip(branches, _go_on(driver, branches, [params] * len(branches)), strict=True):
         sequence.token_ids.pop()
-        branch.sequence = sequence
+        branch.go_on_from(sequence)
         logprobs = output.outputs[0].logprobs
         assert logprobs is not None
         result.append(list(logprobs[0].top))
@@ -142,8 +150,4 @@ def _go_on(
         raise UsageError("the same branch twice in one batch; fork it")
     pairs = zip(branches, params, strict=True)
     requests = [Request(branch.token_ids, each, parent=branch.sequence, hold=True) for branch, each in pairs]
-    results = idle_sequences.hold(driver, requests)
-    for branch in branches:
-        if branch.sequence is not None:
-            idle_sequences.release(driver, branch.sequence)
-    return results
+    return idle_sequences.hold(driver, requests)

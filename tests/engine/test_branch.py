@@ -10,6 +10,8 @@ import pytest
 
 from lib.cache_checks import check
 from lib.models import write_sentencepiece_model
+from minillm.branch import Branch
+from minillm.engine import idle_sequences
 from minillm.engine.admission import bad_word_ids
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
@@ -75,6 +77,23 @@ def test_logprobs_leave_the_branch_where_it_is(llm: LLM) -> None:
         assert branch.token_ids == tokens
         assert [value for _, value in best] == sorted((value for _, value in best), reverse=True)
         assert branch.sample(GREEDY).token_ids[0] == best[0][0]
+
+
+@pytest.mark.parametrize("method", [Branch.free, Branch.sample])
+def test_no_block_stays_if_two_threads_use_a_branch(llm: LLM, monkeypatch: pytest.MonkeyPatch, method: Any) -> None:
+    branch = llm.branch([50, 60, 70])
+    branch.sample(GREEDY)
+    hold = idle_sequences.hold
+
+    def hold_while_another_thread_calls(*arguments: Any) -> Any:
+        found = hold(*arguments)
+        monkeypatch.undo()
+        method(branch)
+        return found
+
+    monkeypatch.setattr(idle_sequences, "hold", hold_while_another_thread_calls)
+    branch.sample(GREEDY)
+    branch.free()
 
 
 def test_rollback_takes_tokens_back_and_frees_their_blocks(llm: LLM) -> None:
