@@ -77,6 +77,7 @@ class Complete(Call):
     salt: str | None = None  # salt of the prompt's blocks in the prefix cache
     schemas: dict[str, Any] = {}  # schemas of tools' arguments by tool name; the grammar gets a rule for each
     thinks: bool = False  # the grammar itself allows reasoning before the answer
+    ranked: bool = False  # order the completions by mean log-probability, the best first
 
     @property
     def is_bare(self) -> bool:

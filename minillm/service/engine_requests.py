@@ -137,6 +137,10 @@ class EngineRequests:
         assert fork is not None
         answer = self.forkable.get(fork.request_id)
         if answer is None or answer.tenant != call.tenant:
+            first = self.forkable.get(f"{fork.request_id}-0")
+            if first is not None and first.tenant == call.tenant:
+                name = shown(f"{fork.request_id}-0")
+                raise UsageError(f"fork_of: the request had several prompts; {name} is the answer to the first one")
             known = f"the latest {_MOST_FORKABLE} answers can be forked"
             raise UsageError(f"fork_of: unknown answer {shown(fork.request_id)}; {known}")
         if not 0 <= fork.index < len(answer.output_ids):
@@ -263,6 +267,8 @@ class EngineRequests:
 
     def _end(self, running: RunningRequest, output: RequestOutput) -> None:
         call, group = running.prepared.call, running.group
+        if call.ranked:
+            output = replace(output, outputs=sorted(output.outputs, key=_mean_logprob, reverse=True))
         self._keep_forkable(running, output)
         if group.error is not None:
             kind = "usage" if group.error.is_usage else "internal"
@@ -386,3 +392,8 @@ class EngineRequests:
             num_disk_saved=disk.get("num_disk_saved", 0),
             num_disk_read=disk.get("num_disk_read", 0),
         )
+
+
+def _mean_logprob(output: CompletionOutput) -> float:
+    """Return the mean log-probability of a completion's tokens."""
+    return (output.cumulative_logprob or 0.0) / max(1, len(output.token_ids))

@@ -58,6 +58,23 @@ def test_a_fork_with_more_text_and_a_fork_of_a_chat(server: Server) -> None:
     assert both["error"]["param"] == "messages"
 
 
+def test_a_fork_continues_the_best_of_several_answers(server: Server) -> None:
+    for seed in range(4):
+        best = post(server, "/v1/completions", prompt="a b", best_of=4, seed=seed, max_tokens=3, return_token_ids=True)
+        fork = post(server, "/v1/completions", fork_of=best["id"], max_tokens=1, return_token_ids=True)
+        assert fork["choices"][0]["prompt_token_ids"][-3:] == best["choices"][0]["token_ids"]
+
+
+def test_answers_to_several_prompts_are_forked_by_the_number_of_the_prompt(server: Server) -> None:
+    both = post(server, "/v1/completions", prompt=["a b", "c d"], n=2, seed=1, max_tokens=3, return_token_ids=True)
+    for number in range(4):
+        fork = {"id": f"{both['id']}-{number // 2}", "index": number % 2}
+        rest = post(server, "/v1/completions", fork_of=fork, max_tokens=1, return_token_ids=True)
+        assert rest["choices"][0]["prompt_token_ids"][-3:] == both["choices"][number]["token_ids"]
+    refused = post(server, "/v1/completions", fork_of=both["id"], max_tokens=1)
+    assert f"'{both['id']}-0' is the answer to the first" in refused["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("fork", "words"),
     [

@@ -54,6 +54,21 @@ def test_as_many_answers_can_be_forked_as_the_limit_allows(model: Llama, monkeyp
         assert list(inside.forkable) == [f"r{each}" for each in range(max(0, number - 1), number + 1)]
 
 
+@pytest.mark.parametrize("ranked", [True, False])
+def test_the_best_of_several_are_the_most_probable_by_token(model: Llama, ranked: bool) -> None:
+    inside, events = around(model)
+    each = prepared("best", [5, 6, 7], ranked=ranked)
+    params = SamplingParams(n=4, max_tokens=6, seed=1, temperature=3.0, logprobs=0, stop_token_ids=[*range(40)])
+    inside.add(replace(each, params=params))
+    run(inside)
+    [ended] = [event for event in events if isinstance(event, messages.Ended)]
+    means = [(one.cumulative_logprob or 0.0) / one.num_tokens for one in ended.completions]
+    assert len({one.num_tokens for one in ended.completions}) > 1
+    assert (means == sorted(means, reverse=True)) == ranked
+    by_index = {one.index: one.num_tokens for one in ended.completions}
+    assert [by_index[one.index] for one in ended.completions] == [*map(len, inside.forkable["best"].output_ids)]
+
+
 def test_a_request_that_is_aborted_while_it_is_prepared_never_runs(model: Llama) -> None:
     inside, events = around(model)
     inside.preparing |= {"gone", "wrong", "stays"}

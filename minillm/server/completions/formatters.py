@@ -191,11 +191,8 @@ class TextFormatter:
         return text_logprobs(tokens, offset)
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
-        best = completions
-        if len(completions) > self.n:  # best_of: choose those with the highest mean log-probability
-            best = sorted(completions, key=lambda each: -(each.cumulative_logprob or 0.0) / max(1, each.num_tokens))
         choices = []
-        for index, each in enumerate(best[: self.n]):
+        for index, each in enumerate(completions[: self.n]):  # more with best_of, the best first
             prompt = self._prompt_of(answer)
             found = self._choice(number, index, prompt + each.text, each.finish_reason)
             before = answer.began.prompt_tokens if answer.began is not None else []

@@ -90,7 +90,8 @@ async def complete(service: Service, request: Request) -> GeneratedResponse:
     name, prompts, params = f"cmpl-{secrets.token_hex(12)}", body.prompts(), body.params(service.facts.defaults)
     names = [name] if len(prompts) == 1 else [f"{name}-{number}" for number in range(len(prompts))]
     pairs = zip(names, prompts, strict=True)
-    calls = [_call(service, request.state.tenant, each, body, prompt, params) for each, prompt in pairs]
+    ranked = params.get("n", 1) > (body.n or 1)
+    calls = [_call(service, request.state.tenant, each, body, prompt, params, ranked=ranked) for each, prompt in pairs]
     formatter = TextFormatter(body.n or 1, body.echo, body.logprobs is not None, body.prompt_logprobs is not None)
     encoder = Frame(name, service.names[0], "text_completion")
     return generating(service, body, calls, encoder, formatter, {"grammar": _grammar_field(body)})

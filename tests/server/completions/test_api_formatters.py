@@ -19,19 +19,6 @@ def answer(began: Began | None = None) -> Answer:
     return Answer("x", began=began, ended=Ended("x", 3, 0), news=asyncio.Event())
 
 
-def completion(index: int, logprob: float | None, num_tokens: int) -> Completion:
-    return Completion(index, f"text {index}", num_tokens, [], "stop", cumulative_logprob=logprob)
-
-
-def test_the_best_of_several_are_the_most_probable_by_token() -> None:
-    # By token: -1, -0.5, -3, -0.4.
-    found = [completion(0, -2.0, 2), completion(1, -4.0, 8), completion(2, -3.0, 1), completion(3, -1.2, 3)]
-    for n, best in ((1, [3]), (2, [3, 1]), (3, [3, 1, 0]), (4, [0, 1, 2, 3])):
-        choices = TextFormatter(n, False, False).whole(0, found, answer())
-        assert [choice["text"] for choice in choices] == [f"text {index}" for index in best]
-        assert [choice["index"] for choice in choices] == list(range(n))
-
-
 def test_the_token_itself_is_among_the_most_probable() -> None:
     """As in OpenAI's API, the chosen token is always listed, so the list may have one token more than requested."""
     top = [("a", b"a", -0.1), ("b", b"b", -2.5)]
@@ -65,6 +52,6 @@ def test_log_probabilities_of_a_stream_and_of_the_whole_have_the_same_offsets(ec
 def test_ids_of_the_prompt_are_told_where_they_are_known(make: Callable[[], Any], ids: list[int]) -> None:
     for began in (Began("x", "", [], False, 3, ids), None):
         form, one = make(), answer(began)
-        body = {**form.whole(0, [completion(0, None, 1)], one)[0], **form.prompt([one])}
+        body = {**form.whole(0, [Completion(0, "a", 1, [], "stop")], one)[0], **form.prompt([one])}
         assert body.get("prompt_token_ids") == (ids if ids and began is not None else None)
         assert ("prompt_token_ids" in body) == (bool(ids) and began is not None)
