@@ -23,6 +23,7 @@ from minillm.text.reasoning import CLOSE
 # Names of a chat request's fields -> names of the same fields in this API.
 _NAMES = {
     "max_reasoning_tokens": "thinking.budget_tokens",
+    "parameters": "input_schema",
     "response_format": "output_config.format",
     "stop": "stop_sequences",
 }

@@ -51,7 +51,11 @@ def chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: M
         return _chat_call(service, tenant, name, body, names)
     except BadField as error:
         field = names.get(error.field, error.field)
-        raise BadField(str(error).replace(error.field, field, 1), field) from None
+        text = str(error).replace(error.field, field, 1)
+        if names:  # a tool of the other APIs is the function itself
+            text = text.replace("].function.parameters", f"].{names.get('parameters', 'parameters')}")
+            text = text.replace("].function.", "].")
+        raise BadField(text, field) from None
 
 
 def _chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: Mapping[str, str]) -> ChatCall:

@@ -305,6 +305,8 @@ def test_fields_of_anthropics_own_service_are_taken(server: Server, more: dict[s
         ({"system": [IMAGE]}, "system.content[0]: 'image' blocks"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: 'web_search_20250305' tools"),
         ({"tools": [{"name": "f"}]}, "tools[0]: input_schema must be"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema must be"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice: name is missing"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: there is no tool 'x'"),

@@ -246,7 +246,7 @@ def test_a_response_belongs_to_its_key(client: openai.OpenAI, server: Server) ->
         ({"prompt": {"id": "p"}}, "prompt", "not supported"),
         ({"truncation": "auto"}, "truncation", "not supported"),
         ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools", r"tools\[1\].*web_search.*not supported"),
-        ({"tools": [{"type": "function", "name": "a b"}]}, "tools", r"tools\[0\]"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools", r"tools\[0\]\.name must be"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "none, auto, required"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"include": ["web_search_call.results"]}, "include", "web_search_call"),
