@@ -71,7 +71,7 @@ class Compiler:
                     raise
             kept.seconds = max(kept.seconds, time.monotonic() - began)
         with self._looking:
-            kept.matchers = matchers  # those that another thread has added meanwhile are lost
+            kept.matchers = matchers  # without matchers that another thread has added meanwhile
             self._kept[grammar] = kept
             self._kept.move_to_end(grammar)
             if len(self._kept) > _MOST_KEPT:

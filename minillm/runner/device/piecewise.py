@@ -99,7 +99,7 @@ class PiecewiseForward:
 
     @cached_property
     def _kinds(self) -> dict[int, Hashable]:
-        """The kind of each piece, by index: the kinds of the layers of which it computes parts."""
+        """The kind of each piece, by index: the kinds of the two layers that it belongs to."""
         layers = [None, *(layer.kind for layer in self._model.layers), None]
         return {index: (layers[index + 1], layers[index + 2]) for index in self._indices()}
 

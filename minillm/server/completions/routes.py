@@ -102,7 +102,7 @@ async def complete(service: Service, request: Request) -> GeneratedResponse:
 
 
 def _grammar_field(body: ChatBody | CompletionBody) -> str:
-    """Return the name of the field that has the request's grammar; empty if there is none."""
+    """Return the name of the field that has the request's grammar; empty without a grammar."""
     return next(iter(body.grammar()), "")
 
 
