@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+
 import anyio
 import pytest
 from hypothesis import given
@@ -12,7 +15,7 @@ from textual.pilot import Pilot
 from lib.ui import ask, chat, say, screen, seen, until
 from minillm.ui.chat import window
 from minillm.ui.chat.conversation import Conversation
-from minillm.ui.chat.transcript import Transcript
+from minillm.ui.chat.transcript import Remark, Transcript
 from minillm.ui.chat.turn_view import Question
 
 pytestmark = pytest.mark.anyio
@@ -68,6 +71,22 @@ async def test_the_end_is_shown_and_little_is_mounted() -> None:
         assert len(transcript.turns) == 300
         check(transcript)
         assert transcript.scroll_y == transcript.max_scroll_y > 1000
+
+
+async def test_a_change_whose_caller_is_cancelled_goes_on() -> None:
+    async with chat(size=(100, 40)) as pilot:
+        transcript = await opened(pilot, 30)
+        for number in range(1, 9):
+            note = Remark(f"note {number}.", "info")
+            change = asyncio.create_task(transcript.replace_items(28, [note], into_sight=True))
+            for _ in range(number):
+                await asyncio.sleep(0)
+            change.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await change
+            await until(pilot, lambda: transcript.is_settled and f"note {number}." in seen(pilot))  # noqa: B023
+            assert len(transcript.views) == len(transcript.shown) == len(transcript.query("TurnView, Note"))
+        check(transcript)
 
 
 async def test_page_by_page_to_the_top_every_turn_comes_by() -> None:

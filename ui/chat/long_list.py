@@ -37,7 +37,8 @@ class LongList(HoldsPosition, Growing, VerticalScroll, Generic[Item]):
     Blank space above and below the mounted items has the measured or estimated height of all other items.
 
     A lock protects every change of the mounted items. A change takes several messages, and scrolling can trigger
-    another change at any time.
+    another change at any time. If the caller is cancelled, the change goes on: half of it would leave views without
+    items.
     """
 
     BLANK = True  # see `TurnView`
@@ -106,6 +107,9 @@ class LongList(HoldsPosition, Growing, VerticalScroll, Generic[Item]):
 
         With ``into_sight``, scroll to the end of the list, wherever the reader is.
         """
+        await asyncio.shield(self._replace_items(end, added, into_sight=into_sight))
+
+    async def _replace_items(self, end: int, added: Sequence[Item], *, into_sight: bool) -> None:
         async with self._changing:
             self._measure()
             with self.app.batch_update():
@@ -129,6 +133,9 @@ class LongList(HoldsPosition, Growing, VerticalScroll, Generic[Item]):
 
     async def bring_item(self, item: Item) -> None:
         """Mount an item and scroll to it. Do nothing if the item is mounted already or is not in the list."""
+        await asyncio.shield(self._bring_item(item))
+
+    async def _bring_item(self, item: Item) -> None:
         async with self._changing:
             if item not in self.items or self.items.index(item) in self.shown:
                 return
