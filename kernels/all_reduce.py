@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import cdiv, pdl_options, wait_for_inputs
+from minillm.kernels.arguments import cdiv
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 WORDS = 512  # of 4 bytes, per program

@@ -1,4 +1,4 @@
-"""Tuples of tensors that are passed together to the ops.
+"""Tuples of tensors that are passed together to the ops, and arithmetic with sizes.
 
 They are named tuples, because `Pages` is created again for every layer of every step, and a tuple is the cheapest
 object to create.
@@ -198,9 +198,19 @@ class Search(NamedTuple):
         return lanes <= 4096 and len(self.end_ids) <= SearchField.MOST_ENDS and self.num_candidates <= vocab
 
 
+def cdiv(number: int, divisor: int) -> int:
+    """Return ``number / divisor``, rounded up. Triton's own function takes 2 us, and a step calls it 700 times."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is at least ``number``, and at least 1. See `cdiv`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
 def power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n, and at least 2, as for beams and their candidates."""
-    return max(2, 1 << (n - 1).bit_length())
+    return max(2, next_power_of_2(n))
 
 
 class SearchField:

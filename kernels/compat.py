@@ -16,16 +16,6 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 
-def cdiv(number: int, divisor: int) -> int:
-    """Return ``number / divisor``, rounded up. Triton's own function takes 2 us, and a step calls it 700 times."""
-    return -(-number // divisor)
-
-
-def next_power_of_2(number: int) -> int:
-    """Return the least power of two that is at least ``number``, and at least 1. See `cdiv`."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 @triton.jit
 def dot(a, b, out):
     """Return ``a @ b + out`` in float32. float32 operands are multiplied in full precision."""

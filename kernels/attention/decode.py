@@ -24,11 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Pages, check_scales
+from minillm.kernels.arguments import Pages, check_scales, next_power_of_2
 from minillm.kernels.attention import int8_decode as attention_lanes
 from minillm.kernels.attention.int8_decode import TOKENS, attend_group, load_group
 from minillm.kernels.attention.plan import most_parts
-from minillm.kernels.compat import INTERPRETED, dot, next_power_of_2, num_multiprocessors, pdl_options, wait_for_inputs
+from minillm.kernels.compat import INTERPRETED, dot, num_multiprocessors, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit import few_tokens
 from minillm.kernels.linear.low_bit.few_tokens import FixedScale, Float16Activations, by_eights

@@ -31,9 +31,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from minillm.kernels.arguments import Pages
+from minillm.kernels.arguments import Pages, next_power_of_2
 from minillm.kernels.attention.prefill import check_chunks
-from minillm.kernels.compat import INTERPRETED, has_wgmma, next_power_of_2
+from minillm.kernels.compat import INTERPRETED, has_wgmma
 from minillm.kernels.launch import NotCompiledError, finds_variants, launched
 
 ROWS = 128  # queries of a tile, 64 for each consumer

@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Pages
-from minillm.kernels.compat import cdiv, next_power_of_2
+from minillm.kernels.arguments import Pages, cdiv, next_power_of_2
 from minillm.kernels.launch import launched
 
 _ROWS = 64  # per program: tokens times kv heads

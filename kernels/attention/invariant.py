@@ -23,19 +23,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Pages
+from minillm.kernels.arguments import Pages, next_power_of_2
 from minillm.kernels.attention.decode import check_inputs, k_numbers, load_scales, num_splits_for, share, v_numbers
 from minillm.kernels.attention.int8_prefill import seqs_tile
 from minillm.kernels.attention.prefill import check_chunks, find_chunk, load_queries
-from minillm.kernels.compat import (
-    INTERPRETED,
-    dot,
-    has_int8_mma,
-    next_power_of_2,
-    pdl_options,
-    plain_operand,
-    wait_for_inputs,
-)
+from minillm.kernels.compat import INTERPRETED, dot, has_int8_mma, pdl_options, plain_operand, wait_for_inputs
 from minillm.kernels.launch import launched
 
 _COLUMNS = tl.constexpr(16)  # of ones: the minimum of the tensor cores

@@ -18,6 +18,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from minillm.kernels.arguments import next_power_of_2
+
 # The words of an item: its number of sequences (0: no work), one of these sequences, the index of the first one in
 # `WorkList.order`, the first token, the token after the last, and the index of the item's partial result among those
 # of each sequence.
@@ -120,7 +122,7 @@ class AttentionShape:
 
     @property
     def dim_tile(self) -> int:
-        return max(16, _power_of_two(self.head_dim))
+        return max(16, next_power_of_2(self.head_dim))
 
     @property
     def tile(self) -> int:
@@ -131,7 +133,7 @@ class AttentionShape:
     @property
     def rows(self) -> int:
         """Query rows in a tile over shared blocks: at least 64 (for Hopper's tensor cores), or 16 in float32."""
-        return max(16 if self.element_size == 4 else 64, _power_of_two(self.group))
+        return max(16 if self.element_size == 4 else 64, next_power_of_2(self.group))
 
     def ways(self, num_seqs: int) -> list[tuple[int, int]]:
         """Return the candidate pairs (items per multiprocessor, number of multiprocessors that run items).
@@ -412,8 +414,3 @@ def _spread(
     longest = max(-(-count // p) for count, p in zip(tiles, parts, strict=True))
     num_tasks = num_items * shape.num_kv_heads
     return Spread(at_a_time, num_processors, parts, longest, num_tasks, num_results / len(tree.order))
-
-
-def _power_of_two(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()

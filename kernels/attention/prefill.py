@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Pages
+from minillm.kernels.arguments import Pages, next_power_of_2
 from minillm.kernels.attention.decode import check_inputs, k_numbers, load_scales, share, v_numbers
 from minillm.kernels.attention.int8_prefill import seqs_tile, stage, staged_begin
-from minillm.kernels.compat import dot, has_int8_mma, has_large_shared_memory, next_power_of_2
+from minillm.kernels.compat import dot, has_int8_mma, has_large_shared_memory
 from minillm.kernels.launch import launched
 
 _LEAST_STAGED = 256  # average tokens of a chunk from which dequantizing first pays

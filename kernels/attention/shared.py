@@ -30,22 +30,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Pages
+from minillm.kernels.arguments import Pages, cdiv, next_power_of_2
 from minillm.kernels.attention import int8_decode as attention_lanes
 from minillm.kernels.attention import int8_shared as prefix_lanes
 from minillm.kernels.attention.decode import attend_tile, check_inputs, load_scales, paged_attention
 from minillm.kernels.attention.int8_decode import TOKENS, attend_group, load_group
 from minillm.kernels.attention.int8_shared import attend_rows, store_rows
 from minillm.kernels.attention.plan import ITEM_WORDS, AttentionShape, WorkList
-from minillm.kernels.compat import (
-    cdiv,
-    has_large_shared_memory,
-    next_power_of_2,
-    pdl_options,
-    release,
-    wait,
-    wait_for_inputs,
-)
+from minillm.kernels.compat import has_large_shared_memory, pdl_options, release, wait, wait_for_inputs
 from minillm.kernels.launch import launched
 
 _ITEM_WORDS = tl.constexpr(ITEM_WORDS)

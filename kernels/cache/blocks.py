@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import cdiv, next_power_of_2
+from minillm.kernels.arguments import cdiv, next_power_of_2
 from minillm.kernels.launch import launched
 
 _TILE_WORDS = 2048

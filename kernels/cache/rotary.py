@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import HeadNorms, LayerCache, RotaryInputs, check_scales
-from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, wait_for_inputs
+from minillm.kernels.arguments import HeadNorms, LayerCache, RotaryInputs, cdiv, check_scales, next_power_of_2
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 _Q_HEADS_PER_PROGRAM = 16

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Field, SearchField
-from minillm.kernels.compat import next_power_of_2, pdl_options, wait_for_inputs
+from minillm.kernels.arguments import Field, SearchField, next_power_of_2, power_of_two
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.sampling.scan import ordered
 
@@ -141,7 +141,7 @@ def choose_beams(
     choices = words.new_empty(searches.shape[0], 2, count)
     _choose_beams_kernel[(searches.shape[0],)](
         words, rows, searches, values, ids, parents, logprobs, choices, words.stride(0), count, vocab,
-        WIDTH=max(2, next_power_of_2(width)), COUNT=max(2, next_power_of_2(count)),
+        WIDTH=power_of_two(width), COUNT=power_of_two(count),
         num_warps=4, **pdl_options(words.device),
     )  # fmt: skip
     return parents, logprobs, choices

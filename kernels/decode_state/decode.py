@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import DecodeInputs, Field
-from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, wait_for_inputs
+from minillm.kernels.arguments import DecodeInputs, Field, cdiv, next_power_of_2
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 _PIECE = 4096  # of the vocabulary per program

@@ -29,8 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Norm
-from minillm.kernels.compat import cdiv, has_fp8, narrow, next_power_of_2, pdl_options, wait_for_inputs
+from minillm.kernels.arguments import Norm, cdiv, next_power_of_2
+from minillm.kernels.compat import has_fp8, narrow, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear import fp8_matvec, matvec
 from minillm.kernels.linear.low_bit.layouts import LARGEST_FP8, LowBit

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Norm
-from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.arguments import Norm, cdiv, next_power_of_2
+from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import LowBit
 from minillm.kernels.linear.matvec import load_weights

@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from minillm.kernels.arguments import cdiv
 from minillm.kernels.compat import (
     INTERPRETED,
-    cdiv,
     dot,
     has_large_shared_memory,
     num_multiprocessors,

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import GELU
-from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, wait_for_inputs
+from minillm.kernels.arguments import GELU, cdiv, next_power_of_2
+from minillm.kernels.compat import pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 
 _TILE = 2048

@@ -27,16 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Norm
-from minillm.kernels.compat import (
-    INTERPRETED,
-    begin_part,
-    cdiv,
-    end_part,
-    next_power_of_2,
-    pdl_options,
-    wait_for_inputs,
-)
+from minillm.kernels.arguments import Norm, cdiv, next_power_of_2
+from minillm.kernels.compat import INTERPRETED, begin_part, end_part, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.lanes import GROWTH, codes, columns4, eight_weights, load_row, row_factors
 from minillm.kernels.linear.low_bit.layouts import GROUP, LowBit, bucket

@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import INTERPRETED, cdiv, dot, finished, has_wgmma, pdl_options, wait_for_inputs
+from minillm.kernels.arguments import cdiv
+from minillm.kernels.compat import INTERPRETED, dot, finished, has_wgmma, pdl_options, wait_for_inputs
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.few_tokens import Float16Activations
 from minillm.kernels.linear.low_bit.lanes import codes, eight_weights, load_row, row_factors

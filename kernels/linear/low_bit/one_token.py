@@ -17,16 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.arguments import Norm
-from minillm.kernels.compat import (
-    INTERPRETED,
-    begin_part,
-    cdiv,
-    end_part,
-    next_power_of_2,
-    num_multiprocessors,
-    pdl_options,
-)
+from minillm.kernels.arguments import Norm, cdiv, next_power_of_2
+from minillm.kernels.compat import INTERPRETED, begin_part, end_part, num_multiprocessors, pdl_options
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import GROUP, Layout, LowBit, bucket
 from minillm.kernels.linear.low_bit.planes import constants_of, dot4, level_bytes, load_factors, load_levels, planes_of

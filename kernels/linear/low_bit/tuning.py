@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from minillm.kernels.compat import next_power_of_2
+from minillm.kernels.arguments import next_power_of_2
 from minillm.kernels.linear.low_bit import choose as linear
 from minillm.kernels.linear.low_bit import few_tokens as matmul
 from minillm.kernels.linear.low_bit import one_token as matvec

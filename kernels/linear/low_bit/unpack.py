@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minillm.kernels.compat import cdiv, next_power_of_2, pdl_options, readable, wait_for_inputs, widen
+from minillm.kernels.arguments import cdiv, next_power_of_2
+from minillm.kernels.compat import pdl_options, readable, wait_for_inputs, widen
 from minillm.kernels.launch import launched
 from minillm.kernels.linear.low_bit.layouts import FP8, GROUP, LowBit
 from minillm.kernels.linear.low_bit.planes import constants_of, level_bytes, load_factors, load_levels, planes_of

@@ -2,7 +2,7 @@
 
 import triton
 
-from minillm.kernels.compat import cdiv, next_power_of_2
+from minillm.kernels.arguments import cdiv, next_power_of_2
 
 
 def test_numbers_are_rounded_as_by_triton() -> None:
