@@ -70,11 +70,11 @@ def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
     """Add a schema's number keywords to ``result``. Return None, because these keywords never reject every value."""
     low, above, high, below = bounds(schema)
     if low is not None:
-        step = _step(rewriter, low, 1) if above else None
-        result["exclusiveMinimum" if above and step is None else "minimum"] = _inner(low, step, up=True)
+        low, above = _inner(rewriter, low, above, up=True)
+        result["exclusiveMinimum" if above else "minimum"] = low
     if high is not None:
-        step = _step(rewriter, high, -1) if below else None
-        result["exclusiveMaximum" if below and step is None else "maximum"] = _inner(high, step, up=False)
+        high, below = _inner(rewriter, high, below, up=False)
+        result["exclusiveMaximum" if below else "maximum"] = high
     step = number(schema, "multipleOf")
     if step is not None:
         if step <= 0:
@@ -86,7 +86,7 @@ def of_numbers(rewriter: Rewriting, schema: dict[str, Any], result: dict[str, An
 def limits_in(node: Any) -> Iterator[float]:
     """Yield the values of all bounds for numbers in a schema and its subschemas."""
     if isinstance(node, dict):
-        for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        for key in BOUNDS - {"multipleOf"}:
             if isinstance(node.get(key), int | float) and not isinstance(node[key], bool):
                 yield node[key]
     for each in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
@@ -103,27 +103,31 @@ def is_exact(value: float) -> bool:
     return int("".join(map(str, digits))) <= EXACT and abs(int(exponent)) <= 22  # powers of 10 that float64 can hold
 
 
-def _step(rewriter: Rewriting, bound: float, sign: int) -> Decimal | None:
+def _inner(rewriter: Rewriting, bound: float, excluded: bool, *, up: bool) -> tuple[float, bool]:
+    """Return a bound of the same or a smaller range that llguidance represents exactly, and whether it is excluded.
+
+    ``up``: ``bound`` is a minimum, so the result is ``bound`` or larger. Otherwise ``bound`` is a maximum, and the
+    result is ``bound`` or smaller.
+    """
+    step = _step(rewriter, bound, up=up) if excluded else None
+    return _rounded(bound, step, up=up), excluded and step is None
+
+
+def _step(rewriter: Rewriting, bound: float, *, up: bool) -> Decimal | None:
     """Return by how much to move an excluded bound inwards to include it. Return None if it can stay excluded.
 
     llguidance allows an excluded integer if the range ends before the next integer: 0 for ``0 < x <= 0.5``. The other
-    end of the range may be in another subschema, so all bounds of the schema count. ``sign``: 1 for a minimum, -1 for a
-    maximum.
+    end of the range may be in another subschema, so all bounds of the schema count.
     """
+    sign = 1 if up else -1
     if math.isinf(bound) or bound != int(bound) or bound * sign < 0:
         return None
     distances = [distance for each in rewriter.limits if 0 < (distance := (each - bound) * sign) < 1]
     return Decimal(10) ** (math.floor(math.log10(min(distances))) - 6) if distances else None
 
 
-def _inner(bound: float, step: Decimal | None, *, up: bool) -> float:
-    """Round a bound inwards to a number that llguidance represents exactly, so that the range never grows.
-
-    Args:
-        step: distance to move the bound inwards first, or None.
-        up: ``bound`` is a minimum, so the result is ``bound`` or larger. Otherwise ``bound`` is a maximum, and the
-            result is ``bound`` or smaller.
-    """
+def _rounded(bound: float, step: Decimal | None, *, up: bool) -> float:
+    """Move a bound inwards by ``step``, then round it inwards to a number that llguidance represents exactly."""
     if abs(bound) <= EXACT:
         if step is None and bound == int(bound):
             return bound
