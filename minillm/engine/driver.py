@@ -155,8 +155,7 @@ class Driver:
         """Keep the deltas of streamed requests for their callers in `run`. Return the others."""
         others: list[Delta] = []
         for delta in deltas:
-            box = self._deltas.get(delta.request_id)
-            (others if box is None else box).append(delta)
+            self._deltas.get(delta.request_id, others).append(delta)
         return others
 
     def _add(self, request: Request) -> SequenceGroup:

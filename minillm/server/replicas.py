@@ -76,7 +76,8 @@ def keys_of(prompt: Any, salt: str | None) -> list[int]:
 
 def start_engine(number: int, count: int, options: Mapping[str, Any]) -> EngineProcess:
     """Start the process of engine ``number`` of ``count``. Raises UsageError if ``options`` name one GPU for all."""
-    return EngineProcess((*(place(number, count, options) if count > 1 else ()), *ENGINE_COMMAND, "http"))
+    words = place(number, count, options) if count > 1 else ()
+    return EngineProcess((*words, *ENGINE_COMMAND, "http"))
 
 
 @dataclass

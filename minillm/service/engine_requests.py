@@ -137,10 +137,12 @@ class EngineRequests:
         assert fork is not None
         answer = self.forkable.get(fork.request_id)
         if answer is None or answer.tenant != call.tenant:
-            first = self.forkable.get(f"{fork.request_id}-0")
+            name = f"{fork.request_id}-0"
+            first = self.forkable.get(name)
             if first is not None and first.tenant == call.tenant:
-                name = shown(f"{fork.request_id}-0")
-                raise UsageError(f"fork_of: the request had several prompts; {name} is the answer to the first one")
+                raise UsageError(
+                    f"fork_of: the request had several prompts; {shown(name)} is the answer to the first one"
+                )
             known = f"the latest {_MOST_FORKABLE} answers can be forked"
             raise UsageError(f"fork_of: unknown answer {shown(fork.request_id)}; {known}")
         if not 0 <= fork.index < len(answer.output_ids):
