@@ -38,7 +38,8 @@ def test_greedy_tokens_are_those_of_transformers(models: tuple[Any, Any], on_dev
     requests: list[tuple[list[int], Any]] = []
     unbanned = []
     for _ in range(8):
-        prompt = [rng.randrange(3, 97) for _ in range(rng.randint(1, 9))]
+        # Two tokens or more: some versions of transformers ignore banned runs longer than the prompt.
+        prompt = [rng.randrange(3, 97) for _ in range(rng.randint(2, 9))]
         plain = greedy(theirs, prompt, [])
         bad = [plain[at : at + length] for length in (1, 2, 3) for at in [rng.randrange(17)]]
         bad.append([prompt[-1], plain[0]])

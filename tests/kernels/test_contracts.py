@@ -47,6 +47,11 @@ def test_the_same_inputs_give_the_same_bits_ten_times() -> None:
             assert torch.equal(got, expected)
 
 
+def _narrow(pages: Pages) -> Pages:
+    """Return the pages with tables of seven blocks. Other widths give other tiles, which round differently."""
+    return pages._replace(tables=pages.tables[:, :7].contiguous())
+
+
 @pytest.mark.gpu
 def test_a_pool_beyond_2_to_the_31_elements() -> None:
     """Blocks near the end of a pool of more than 2^31 elements: every kernel that indexes it, against a small pool."""
@@ -56,9 +61,9 @@ def test_a_pool_beyond_2_to_the_31_elements() -> None:
         torch.empty(num_blocks, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE) for _ in "kv"
     )
     assert big_k.numel() > 1 << 31
-    small = make_pool([100], kv_heads, dim, torch.bfloat16, block_size)
+    small = _narrow(make_pool([100], kv_heads, dim, torch.bfloat16, block_size))
     last = torch.arange(num_blocks - 7, num_blocks, dtype=torch.int32, device=DEVICE)[None]
-    own = small.tables[0, :7].long()
+    own = small.tables[0].long()
     big_k[last[0].long()], big_v[last[0].long()] = small.k[own], small.v[own]
     q = randn(1, heads, dim, dtype=torch.bfloat16)
     big = Pages(big_k, big_v, last, small.lens)
@@ -95,11 +100,11 @@ def test_a_pool_in_8_bits_beyond_2_to_the_31_elements() -> None:
     k, v = (torch.empty(shape, dtype=torch.int8, device=DEVICE) for _ in "kv")
     k_scales, v_scales = (torch.empty(num_blocks, kv_heads, block_size, device=DEVICE) for _ in "kv")
     assert k.numel() > 1 << 31
-    small = make_pool([100], kv_heads, dim, torch.bfloat16, block_size, in_8_bits=True)
+    small = _narrow(make_pool([100], kv_heads, dim, torch.bfloat16, block_size, in_8_bits=True))
     last = torch.arange(num_blocks - 7, num_blocks, dtype=torch.int32, device=DEVICE)[None]
     big = Pages(k, v, last, small.lens, None, k_scales, v_scales)
     for name in ("k", "v", "k_scales", "v_scales"):
-        getattr(big, name)[last[0].long()] = getattr(small, name)[small.tables[0, :7].long()]
+        getattr(big, name)[last[0].long()] = getattr(small, name)[small.tables[0].long()]
     q, chunk = randn(1, heads, dim, dtype=torch.bfloat16), randn(50, heads, dim, dtype=torch.bfloat16)
     starts = torch.tensor([0, 50], dtype=torch.int32, device=DEVICE)
     assert torch.equal(paged_attention(q, big, 0.1), paged_attention(q, small, 0.1))
