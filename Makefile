@@ -82,9 +82,12 @@ test: lint
 test-fast: $(VENV)/installed-dev
 	$(BIN)/pytest -m "not slow and not weights and not parity and not soak and not gpu"
 
-# Compiles the Triton kernels instead of interpreting them, and runs the engine's tests on the GPU if there is one.
+# Compiles the Triton kernels instead of interpreting them, and runs the engine's tests on the GPU if there is one. Most of
+# the time of a first run is compilation, by eight processes. An engine takes most of the GPU's memory, so only one runs.
 test-gpu: $(VENV)/installed-dev
-	$(BIN)/pytest -m "not parity and not soak and not weights" tests/kernels tests/model tests/engine
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 8 --dist worksteal -m "not parity and not soak and not weights" \
+	    tests/kernels tests/model
+	$(BIN)/pytest -m "not parity and not soak and not weights" tests/engine
 
 parity: $(VENV)/installed-dev
 	$(BIN)/minillm pull
