@@ -87,8 +87,8 @@ class Requests:
     def add(self, request: Request, method: Method) -> SequenceGroup:
         """Create a group and queue it; see `minillm.engine.engine.Engine.add`."""
         request_id, token_ids, params = request.request_id, request.token_ids, request.params
-        if request_id in self.groups:
-            raise UsageError(f"request id {request_id!r} is in use; wait until it has finished or choose another")
+        if request_id in self.groups or request_id in self.finished:
+            raise UsageError(f"request id {request_id!r} is in use; wait until its output is taken or choose another")
         self.check_prompt(token_ids, min(1, params.max_tokens))
         bad_words = bad_word_ids(params, self.tokenizer)
         check_ids(params, bad_words, self.vocab_size)

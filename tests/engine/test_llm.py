@@ -282,6 +282,16 @@ def test_a_stream_that_is_left_takes_no_delta_from_another(llm: LLM) -> None:
     assert list(first)[-1].finish_reason == "abort"
 
 
+def test_an_id_is_in_use_until_its_output_is_taken(llm: LLM) -> None:
+    first = llm.stream("hello", GREEDY, request_id="mine")
+    while next(first).finish_reason is None:
+        pass
+    with pytest.raises(UsageError, match="in use"):
+        next(llm.stream("other", GREEDY, request_id="mine"))
+    assert list(first) == []
+    assert list(llm.stream("other", GREEDY, request_id="mine"))
+
+
 def test_abort_from_another_thread_keeps_what_was_said(llm: LLM) -> None:
     threading.Timer(0.2, llm.abort, ["mine"]).start()
     deltas = list(llm.stream("hello", SamplingParams(max_tokens=400, ignore_eos=True), request_id="mine"))
