@@ -103,7 +103,10 @@ class Engine:
     def add(self, request: Request) -> SequenceGroup:
         """Queue a request. Raise UsageError for a bad prompt or an id in use, CapacityError if it can never fit."""
         method = self._methods[type(request.params)] if request.params.max_tokens else self._score_only
-        return self.requests.add(request, method)
+        group = self.requests.add(request, method)
+        while request.request_id in self._aborts:  # of an earlier request that had ended
+            self._aborts.remove(request.request_id)
+        return group
 
     def add_request(self, request_id: str, token_ids: SequenceOf[int], params: Params, **options: Any) -> SequenceGroup:
         """Queue a request, given the fields of a `Request`."""

@@ -163,6 +163,14 @@ def test_an_aborted_id_can_be_used_again_at_once(model: Llama, on_device: bool) 
     assert output.outputs[0].finish_reason == "length"
 
 
+def test_an_abort_that_comes_too_late_does_not_end_the_next_request_of_its_id(model: Llama) -> None:
+    engine = engine_for(model)
+    run(engine, [([5, 6, 7], GREEDY)])
+    engine.abort("0")
+    [output] = run(engine, [([5, 6, 7], GREEDY)])
+    assert output.outputs[0].finish_reason == "length"
+
+
 @pytest.mark.parametrize("bad", [-1, 96, 1 << 31, True, 2.0, "7", None])
 def test_bad_token_ids_are_refused_before_they_reach_the_device(model: Llama, bad: Any) -> None:
     with pytest.raises(UsageError, match="token id"):
