@@ -108,10 +108,10 @@ class LLM:
         Raises:
             MinillmError: a prompt or parameter is invalid; nothing has been generated.
         """
-        found = prompt_list(prompts)
+        found, params = prompt_list(prompts), sampling_params if params is None else params
         with GenerationBar(len(found), enabled=use_tqdm) as bar:
             outputs = {}
-            for index, output in self.as_completed(found, params or sampling_params, raise_errors=True):
+            for index, output in self.as_completed(found, params, raise_errors=True):
                 outputs[index] = output
                 bar.advance(sum(len(completion.token_ids) for completion in output.outputs))
         return [outputs[index] for index in range(len(found))]

@@ -96,7 +96,7 @@ def chat(
         continue_final_message=continue_final_message,
     )
     prompts = [render(each) for each in conversations]
-    return llm.generate(prompts, params or sampling_params, use_tqdm=use_tqdm)
+    return llm.generate(prompts, sampling_params if params is None else params, use_tqdm=use_tqdm)
 
 
 def astream(llm: LLMInterface, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:

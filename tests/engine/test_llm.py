@@ -66,6 +66,10 @@ def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 9, 1]
     with pytest.raises(UsageError, match="2 sets of sampling parameters for 3"):
         llm.generate(["a", "b", "c"], params[:2])
+    with pytest.raises(UsageError, match="0 sets of sampling parameters for 1"):
+        llm.generate(["a"], [])
+    with pytest.raises(UsageError, match="0 sets of sampling parameters for 1"):
+        llm.chat([{"role": "user", "content": "a"}], [])
     for wrong in (5, "x", {"temperature": 1}, [{"temperature": 1}], SamplingParams):
         with pytest.raises(UsageError, match="sampling parameters are a SamplingParams or BeamSearchParams"):
             llm.generate("a", wrong)  # type: ignore[arg-type]
