@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Self
 
+from minillm.checks import check_integer
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, RequestOutput
-from minillm.params import SamplingParams
+from minillm.params import MAX_LOGPROBS, SamplingParams
 from minillm.sequence import Sequence
 
 
@@ -130,6 +131,7 @@ def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> l
 
     The list of a branch has (token id, log-probability) pairs, best first.
     """
+    count = check_integer("count", count, -1, MAX_LOGPROBS)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
     result = []
     for branch, (sequence, output) in zip(branches, _go_on(driver, branches, [params] * len(branches)), strict=True):

@@ -134,8 +134,9 @@ def test_misuse_is_explained(llm: LLM) -> None:
         branch.sample(BeamSearchParams())  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="twice"):
         llm.sample([branch, branch], GREEDY)
-    with pytest.raises(UsageError, match="logprobs"):
-        branch.logprobs(1000)
+    for count in (1000, -2, None, "5"):
+        with pytest.raises(UsageError, match="count must be"):
+            branch.logprobs(count)  # type: ignore[arg-type]
     before = list(branch.token_ids)
     for wrong, said in (
         ([10**9], "token id"),
