@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
     if output is not None:
         failed = check_output(output, name, len(requests), overwrite=arguments.force)
         if failed is not None:
+            PartFile(output, name).discard_merged(len(requests))
             say(f"{output} is finished: {_prompts(len(requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0
     with _engines(task, arguments, for_chat=for_chat) as source:

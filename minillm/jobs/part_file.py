@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Collection, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,6 +133,14 @@ class PartFile:
             raise
         self._path.unlink()
         return sum(line.failed for line in lines)
+
+    def discard_merged(self, total: int) -> None:
+        """Delete the part file if it has all ``total`` answers: a run was killed after it had merged them."""
+        if self._path.exists():
+            with suppress(MinillmError), closing(self):  # of another run, or of other requests
+                self.open()
+                if len(self._lines) == total:
+                    self._path.unlink()
 
     def _note(self, value: Mapping[str, Any], length: int) -> None:
         """Note the next line of the file. An answer replaces an earlier one only if the request failed before.

@@ -111,6 +111,23 @@ def test_a_run_that_was_stopped_goes_on(
     assert [line["outputs"] for line in again] == [json.loads(line)["outputs"] for line in whole]
 
 
+def test_a_part_that_was_merged_is_deleted_by_the_next_run(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = requests_file(tmp_path, 4, 2), tmp_path / "out.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: None)  # as if it was killed before
+        assert main(command(tiny_model, source, output)) == 1
+    part = tmp_path / "out.jsonl.part0"
+    lines = part.read_text().splitlines(keepends=True)
+    part.write_text("".join(lines[:-1]))
+    assert main(command(tiny_model, source, output)) == 1
+    assert part.exists(), "it is of a run with --force that was stopped"
+    part.write_text("".join(lines))
+    assert main(command(tiny_model, source, output)) == 1
+    assert not part.exists()
+
+
 def _stopped(llm: Any, take: Any, refuse: Any) -> Any:
     """`LLM.work_off`, stopped with ctrl-c before its first step."""
     raise KeyboardInterrupt
