@@ -13,6 +13,11 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def is_number(text: str) -> bool:
+    """Return whether ``int`` accepts ``text``, which consists of digits only."""
+    return text.isdecimal() and len(text) < 100  # by default, Python converts up to 4,300 digits
+
+
 def duration(seconds: float) -> str:
     """Return a duration in seconds: ``340 ms``, ``1.2 s``, ``75 s``."""
     if seconds < 1:

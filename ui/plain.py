@@ -20,6 +20,7 @@ from minillm.ui.chat.export import export
 from minillm.ui.chat.files import with_files
 from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
 from minillm.ui.chat.slash import is_command
+from minillm.ui.numbers import is_number
 from minillm.ui.settings import Settings, with_param
 
 END_OF_INPUT = r'"\C-d"'  # readline's notation of the key
@@ -88,7 +89,7 @@ class PlainChat:
     def _accept(self, number: str) -> None:
         leaf = self.conversation.leaf
         candidates = leaf.answer.candidates if leaf is not None else []
-        if not number.isdigit() or not 1 <= int(number) <= len(candidates):
+        if not is_number(number) or not 1 <= int(number) <= len(candidates):
             known = f"/accept takes a number from 1 to {len(candidates)}"
             raise UsageError(known if candidates else "nothing to accept")
         assert leaf is not None

@@ -241,6 +241,16 @@ async def test_candidates_are_there_again_when_the_conversation_is_opened(tmp_pa
         await until(pilot, lambda: screen(pilot).chat_pane.conversation.turns[0].answer.text == "sample1 ")
 
 
+@pytest.mark.parametrize("number", ["²", 5000 * "1", "0", "3"])
+async def test_a_candidate_that_does_not_exist_is_not_accepted(number: str) -> None:
+    async with chat(sampling={"n": 2}) as pilot:
+        turn = await ask(pilot, "echo hello")
+        await say(pilot, f"/accept {number}")
+        told = "give a candidate's number from 1 to 2"
+        await until(pilot, lambda: any(told in note.message for note in pilot.app._notifications))
+        assert len(turn.answer.candidates) == 2
+
+
 async def test_accepting_early_stops_the_others() -> None:
     async with chat(sampling={"n": 5}) as pilot:
         await say(pilot, "choose")
@@ -293,6 +303,8 @@ async def test_wrong_commands_are_explained_and_others_completed_while_typed() -
             "/modle": "did you mean /model",
             "/set heat 3": "unknown parameter",
             "/copy": "there is no question yet",
+            "/think " + 5000 * "9": "use /think on",
+            "/depths 1," + 5000 * "9": "use /depths 256,512,1024",
         }
         for text, words in wrong.items():
             await say(pilot, text)

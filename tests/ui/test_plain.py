@@ -116,8 +116,9 @@ def test_candidates_are_numbered_and_accepted(tiny_model: Path, tmp_path: Path) 
     leaf = dialogue.chat.conversation.leaf
     assert leaf is not None
     second = leaf.answer.candidates[1].text
-    assert dialogue.chat.handle("/accept 3")
-    assert "/accept takes a number from 1 to 2" in dialogue.notes.getvalue()
+    for number in ("3", "²", 5000 * "1"):
+        assert dialogue.chat.handle(f"/accept {number}")
+    assert dialogue.notes.getvalue().count("/accept takes a number from 1 to 2") == 3
     assert dialogue.chat.handle("/accept 2")
     assert leaf.answer.text == second
     assert dialogue.chat.handle("/tour")

@@ -23,7 +23,7 @@ from minillm.ui.chat.editor import edited
 from minillm.ui.chat.engine_status import reason_to_wait
 from minillm.ui.chat.export import export
 from minillm.ui.chat.slash import CommandTable
-from minillm.ui.numbers import count, plural
+from minillm.ui.numbers import count, is_number, plural
 from minillm.ui.preferences import BUILT_IN
 from minillm.ui.settings import settings_summary, with_param
 
@@ -199,7 +199,7 @@ async def accept(pane: ChatPane, number: str) -> None:
     if turn is None:
         return
     last = len(turn.answer.candidates)
-    if not number.isdigit() or not 1 <= int(number) <= last:
+    if not is_number(number) or not 1 <= int(number) <= last:
         raise UsageError(f"give a candidate's number from 1 to {last}")
     if pane.run is not None and pane.run.turn is turn:
         pane.run.stop(chosen=int(number) - 1)  # the candidate is accepted when all others have stopped
@@ -306,11 +306,11 @@ async def use_preset(pane: ChatPane, words: str) -> None:
 
 @command("think", "thinking: on, off, or at most N tokens", argument="on|off|N")
 async def choose_thinking(pane: ChatPane, word: str) -> None:
-    if word not in ("on", "off") and not word.isdecimal():
+    if word not in ("on", "off") and not is_number(word):
         raise UsageError(f"use /think on, /think off or /think 512, not {word!r}")
     loaded, settings = pane.engine.loaded, pane.app.settings
     sampling = {name: value for name, value in settings.sampling.items() if name != "max_reasoning_tokens"}
-    if word.isdecimal():
+    if is_number(word):
         _check_tags(pane)
         SamplingParams(max_reasoning_tokens=int(word))
         has_switch = loaded is not None and loaded.has_thinking_switch
@@ -340,7 +340,7 @@ async def choose_depths(pane: ChatPane, words: str) -> None:
         pane.notify("next question: one answer")
         return
     numbers = words.replace(",", " ").split()
-    if not all(number.isdecimal() for number in numbers):
+    if not all(map(is_number, numbers)):
         raise UsageError(f"use /depths 256,512,1024 or /depths off, not {words!r}")
     depths = tuple(sorted(set(map(int, numbers))))
     if not 2 <= len(depths) <= _MOST_DEPTHS:
