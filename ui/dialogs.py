@@ -288,7 +288,11 @@ class SessionsScreen(Dialog[Path]):
     def action_delete(self) -> None:
         path = self._chosen()
         if path is not None and path == self._doomed:
-            self.post_message(EngineCommand(Erase(self._store.delete(path))))
+            try:
+                self.post_message(EngineCommand(Erase(self._store.delete(path))))
+            except MinillmError as error:
+                self.say(error)
+                return
             self._list()
         elif path is not None:
             self._doomed = path

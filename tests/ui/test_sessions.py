@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -21,6 +22,7 @@ from minillm.ui.chat.conversation import LONGEST_TITLE, Conversation
 from minillm.ui.chat.export import export, to_json, to_markdown
 from minillm.ui.chat.saved import from_data
 from minillm.ui.chat.sessions import SessionStore
+from minillm.ui.dialogs import SessionsScreen
 from minillm.ui.textual_internals import Options
 
 
@@ -88,6 +90,24 @@ async def test_delete_removes_the_conversation_and_its_blocks(tmp_path: Path, mo
         assert pane.conversation is not conversation
         assert not blocks.has(key)
         assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.anyio
+async def test_a_conversation_that_cannot_be_deleted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    told = "the conversation cannot be deleted: Permission denied"
+    async with chat(store=SessionStore(tmp_path)) as pilot:
+        await ask(pilot, "echo hello")
+        monkeypatch.setattr(Path, "unlink", refuse)
+        await say(pilot, "/delete yes")
+        await until(pilot, lambda: any(told in note.message for note in pilot.app._notifications))
+        assert len(screen(pilot).chat_pane.conversation.turns) == 1
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))
+        await pilot.press("delete", "delete")
+        await until(pilot, lambda: told in seen(pilot))
 
 
 def test_titles_are_kept_listed_and_searched(tmp_path: Path) -> None:

@@ -160,8 +160,15 @@ class SessionStore:
         return conversation
 
     def delete(self, path: Path) -> str:
-        """Delete a conversation's file, and its blocks on this machine's disk. Return the owner of the blocks."""
-        path.unlink(missing_ok=True)
+        """Delete a conversation's file, and its blocks on this machine's disk. Return the owner of the blocks.
+
+        Raises:
+            MinillmError: the file cannot be deleted.
+        """
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise MinillmError(f"the conversation cannot be deleted: {error.strerror}") from None
         with suppress(OSError, UsageError):
             erase(blocks_dir(), path.stem)
         return path.stem
