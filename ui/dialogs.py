@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -235,8 +235,9 @@ class SessionsScreen(Dialog[Path]):
         Binding("delete", "delete", "Delete", priority=True),
     ]
 
-    def __init__(self, store: SessionStore, search: str = "") -> None:
-        self._store = store
+    def __init__(self, store: SessionStore, search: str, deleted: Callable[[Path], None]) -> None:
+        """Create the dialog. ``deleted`` is called with the file of each conversation that the user has deleted."""
+        self._store, self._deleted = store, deleted
         self._found: list[SessionSummary] = []
         self._doomed: Path | None = None  # the file to delete if Delete is pressed again
         self._input = Input(search, placeholder="search titles, questions and answers", compact=True)
@@ -293,6 +294,7 @@ class SessionsScreen(Dialog[Path]):
             except MinillmError as error:
                 self.say(error)
                 return
+            self._deleted(path)
             self._list()
         elif path is not None:
             self._doomed = path

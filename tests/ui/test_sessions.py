@@ -93,6 +93,18 @@ async def test_delete_removes_the_conversation_and_its_blocks(tmp_path: Path, mo
 
 
 @pytest.mark.anyio
+async def test_the_open_conversation_stays_deleted(tmp_path: Path) -> None:
+    async with chat(store=SessionStore(tmp_path)) as pilot:
+        await ask(pilot, "echo hello")
+        await pilot.press("ctrl+o")
+        await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))
+        await pilot.press("delete", "delete")
+        await until(pilot, lambda: screen(pilot).chat_pane.conversation.leaf is None)
+        await pilot.press("escape")
+    assert list(tmp_path.glob("*.json")) == []
+
+
+@pytest.mark.anyio
 async def test_a_conversation_that_cannot_be_deleted_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

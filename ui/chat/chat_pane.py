@@ -336,6 +336,11 @@ class ChatPane(Vertical):
         self.refresh_status()
         self._read_ahead()
 
+    def close_deleted(self, path: Path) -> None:
+        """Show a new conversation if ``path`` was the file of this one. The next save would restore the file."""
+        if path == self.store.path_of(self.conversation):
+            self.call_later(self.open_conversation, Conversation())
+
     def _read_ahead(self) -> None:
         """Let the engine read the conversation's blocks from disk while the user types."""
         owner, settings = self.store.owner_of(self.conversation), self.app.settings

@@ -70,7 +70,7 @@ async def list_sessions(pane: ChatPane, words: str) -> None:
         _change(pane, system=conversation.system)
         await pane.open_conversation(conversation)
 
-    pane.app.push_screen(SessionsScreen(pane.store, words), chosen)
+    pane.app.push_screen(SessionsScreen(pane.store, words, pane.close_deleted), chosen)
 
 
 @command("delete", "delete this conversation for good, with its blocks on disk", argument="yes")
