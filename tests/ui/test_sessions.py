@@ -196,7 +196,8 @@ def test_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in markdown
     assert from_data(json.loads(to_json(conversation))).turns[0].question == "What is `x`?"
     assert export(conversation, tmp_path / "a.md").read_text() == markdown
-    assert export(conversation, tmp_path / "a.json").read_text() == to_json(conversation)
+    for name in ("a.json", "b.JSON"):
+        assert export(conversation, tmp_path / name).read_text() == to_json(conversation)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", lambda path, mode, **options: _FullDisk(path))
         with pytest.raises(MinillmError, match="cannot be written"):

@@ -35,9 +35,10 @@ def export(conversation: Conversation, target: Path) -> Path:
     Raises:
         MinillmError: the file exists, cannot be written, or has the extension of another format.
     """
-    if target.suffix.lower() not in ("", ".json", ".md", ".markdown", ".txt"):
+    ending = target.suffix.lower()
+    if ending not in ("", ".json", ".md", ".markdown", ".txt"):
         raise UsageError(f"/export writes .md, .txt or .json, not {target.suffix}")
-    text = to_json(conversation) if target.suffix == ".json" else to_markdown(conversation)
+    text = to_json(conversation) if ending == ".json" else to_markdown(conversation)
     target = expanded(str(target), "/export")
     try:
         file = target.open("x", encoding="utf-8", errors="replace")
