@@ -119,7 +119,7 @@ class PreferencesFile:
                 raise ValueError(f"thinks must be true or false, not {shown(preferences.thinks)}")
             for values in (preferences.sampling, *preferences.presets.values()):
                 SamplingParams(**values)
-            BeamSearchParams(**{**preferences.beams, "beam_width": max(2, int(preferences.beams.get("beam_width", 2)))})
+            BeamSearchParams(**preferences.beams)
         except FileNotFoundError:
             return Preferences()
         except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:

@@ -94,6 +94,9 @@ def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
         '{"sampling": {"heat": 1}}',
         '{"x": 1}',
         '{"beams": {"beam_width": "y"}}',
+        '{"beams": {"beam_width": "3"}}',
+        '{"beams": {"beam_width": 0}}',
+        '{"beams": {"beam_width": Infinity}}',
     ):
         (tmp_path / "chat.json").write_text(text)
         with pytest.raises(UsageError, match=r"chat\.json: .*delete the file") as caught:
