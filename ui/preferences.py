@@ -20,7 +20,7 @@ from minillm.params import BeamSearchParams, SamplingParams
 from minillm.system import config_dir
 from minillm.text.reading import read_bytes
 from minillm.text.safe import clean_line, parse_json
-from minillm.ui.settings import CHAT_SAMPLING, Settings
+from minillm.ui.settings import CHAT_SAMPLING, Settings, normalized
 
 _MAX_BYTES = 1 << 20
 _NAME = re.compile(r"[\w-]{1,40}")
@@ -117,8 +117,8 @@ class PreferencesFile:
             preferences = Preferences(**data)
             if not isinstance(preferences.thinks, bool | None):
                 raise ValueError(f"thinks must be true or false, not {shown(preferences.thinks)}")
-            for values in (preferences.sampling, *preferences.presets.values()):
-                SamplingParams(**values)
+            presets = {name: normalized(values) for name, values in preferences.presets.items()}
+            preferences = replace(preferences, sampling=normalized(preferences.sampling), presets=presets)
             BeamSearchParams(**preferences.beams)
         except FileNotFoundError:
             return Preferences()

@@ -129,9 +129,20 @@ def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = No
         thinks=kept.thinks if kept is not None else None,
     )
     EngineConfig(**settings.engine)
-    SamplingParams(**settings.sampling)
     BeamSearchParams(**settings.beams)
-    return settings
+    return replace(settings, sampling=normalized(settings.sampling))
+
+
+def normalized(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters of SamplingParams with its normalized values. Equal parameters then compare equal.
+
+    A grammar stays as it is written, so that it can be saved.
+
+    Raises:
+        UsageError: a value is invalid.
+    """
+    params = SamplingParams(**sampling)
+    return {name: value if name == "grammar" else getattr(params, name) for name, value in sampling.items()}
 
 
 def for_desktop(engine: dict[str, Any]) -> dict[str, Any]:
@@ -195,9 +206,8 @@ def with_texts(settings: Settings, texts: Mapping[str, str]) -> Settings:
     Raises:
         UsageError: a value is invalid.
     """
-    sampling, beams = _read_fields(SAMPLING_FIELDS, texts, settings.sampling), {}
-    params, defaults = SamplingParams(**sampling), SamplingParams()
-    sampling = {name: getattr(params, name) for name in sampling if getattr(params, name) != getattr(defaults, name)}
+    sampling, beams = normalized(_read_fields(SAMPLING_FIELDS, texts, normalized(settings.sampling))), {}
+    sampling = {name: value for name, value in sampling.items() if value != getattr(SamplingParams(), name)}
     search = _read_fields(BEAM_FIELDS, texts, settings.beams)
     if search["beam_width"] != 1:  # else sample
         BeamSearchParams(**search)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from textual.drivers.headless_driver import HeadlessDriver
 
 from lib.ui import FAKE, say, screen
 from minillm.errors import MinillmError, UsageError
+from minillm.params import MAX_TOKENS
 from minillm.ui.app import ChatApp
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.preferences import Preferences, PreferencesFile, with_theme
@@ -83,6 +85,25 @@ def test_what_was_set_back_to_a_default_stays_so() -> None:
     before = Settings("m", sampling={"temperature": 0.7, "top_k": 7})
     preferences = Preferences().changed(before, with_param(before, "top_k", "0"))
     assert load_settings(UserConfig(sampling={"top_k": 7}), Settings("m"), preferences).sampling["top_k"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("stop", "END"), ("stop", ["END"]), ("bad_words", ["x", [3]]), ("grammar", {"regex": "[a-z]+"})]
+)
+def test_a_parameter_of_the_configuration_is_not_taken_for_a_change(tmp_path: Path, name: str, value: Any) -> None:
+    before = load_settings(UserConfig(sampling={name: value}), Settings("m"))
+    after = with_param(before, "temperature", "0")
+    assert after.sampling[name] == before.sampling[name]
+    preferences = Preferences().changed(before, after).with_preset("mine", after.sampling)
+    assert preferences.sampling == {"temperature": 0.0}
+    preferences_file(tmp_path).write(preferences)
+    assert preferences_file(tmp_path).read() == preferences
+
+
+def test_no_limit_of_the_answer_is_a_number_of_tokens(tmp_path: Path) -> None:
+    (tmp_path / "chat.json").write_text('{"sampling": {"max_tokens": null}, "presets": {"mine": {"max_tokens": null}}}')
+    preferences = preferences_file(tmp_path).read()
+    assert preferences.sampling == preferences.presets["mine"] == {"max_tokens": MAX_TOKENS}
 
 
 def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
