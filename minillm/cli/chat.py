@@ -48,6 +48,8 @@ def chat(arguments: argparse.Namespace) -> int:
         )
     store = replace(SessionStore.of_user(), saves=not arguments.no_save)
     resumed = store.load(store.latest()) if arguments.resume else None
+    if resumed is not None and arguments.system is None:
+        settings = replace(settings, system=resumed.system)
     if arguments.server and arguments.plain:
         raise UsageError("--plain runs the model in this process; leave out --server, or use the app")
     if arguments.plain or is_plain_only():

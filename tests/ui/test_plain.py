@@ -83,6 +83,19 @@ def test_piped_text_belongs_to_the_question_of_the_command_line(plain: Plain, ti
     assert turn.question == "sum this up:\n\none line\n/quit\n\nanother"
 
 
+@pytest.mark.parametrize(("options", "system"), [((), "be brief"), (("--system", "be verbose"), "be verbose")])
+def test_a_resumed_conversation_keeps_its_system_prompt(
+    plain: Plain, tiny_model: Path, tmp_path: Path, options: tuple[str, ...], system: str
+) -> None:
+    store, earlier = SessionStore(tmp_path / "conversations"), Conversation(system="be brief")
+    earlier.ask("earlier").finish_reason = "stop"
+    store.save(earlier)
+    process = plain(tiny_model, tmp_path, "--plain", "--resume", "--max-tokens", "3", *options)
+    _, errors = process.communicate(b"hello\n", 60)
+    assert process.returncode == 0, errors
+    assert store.load(store.latest()).system == system
+
+
 def test_a_chat_line_by_line_needs_no_textual(tiny_model: Path, tmp_path: Path) -> None:
     code = "import sys; sys.modules['textual'] = None; from minillm.cli.main import main; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "MINILLM_DATA": str(tmp_path), "MINILLM_CONFIG": str(tmp_path)}
