@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -154,24 +155,36 @@ class PreferencesFile:
             text = ""
         except (OSError, ValueError) as error:
             raise MinillmError(f"{self.config} cannot be read: {clean_line(str(error))}") from None
-        _replace(self.config, with_theme(text, name))
+        try:
+            _replace(self.config, with_theme(text, name))
+        except ValueError as error:
+            raise MinillmError(f"{self.config}: {clean_line(str(error))}; write the theme yourself") from None
 
 
 def with_theme(text: str, name: str) -> str:
     """Return the text of a configuration file with the theme ``name``.
 
-    An existing line is changed. Otherwise a line is inserted before the first table.
+    An existing line is changed. Otherwise a line is inserted before the first table, or at the top if a line before the
+    table only looks like one.
+
+    Raises:
+        ValueError: the text is not TOML, or has the theme in another form than ``theme = "…"``.
     """
-    lines = text.splitlines(keepends=True)
+    wanted, lines = {**tomllib.loads(text), "theme": name}, text.splitlines(keepends=True)
     top = next((number for number, line in enumerate(lines) if re.match(r"\s*\[", line)), len(lines))
     said = re.compile(r"""(\s*theme\s*=\s*)("[^"]*"|'[^']*')(.*)""", re.DOTALL)
-    for number in range(top):
-        if found := said.fullmatch(lines[number]):
-            lines[number] = f'{found.group(1)}"{name}"{found.group(3)}'
-            return "".join(lines)
-    if top and not lines[top - 1].endswith("\n"):
-        lines[top - 1] += "\n"
-    return "".join([*lines[:top], f'theme = "{name}"\n', *lines[top:]])
+    ways = [
+        [*lines[:number], f'{found.group(1)}"{name}"{found.group(3)}', *lines[number + 1 :]]
+        for number, line in enumerate(lines)
+        if (found := said.fullmatch(line))
+    ]
+    end = "" if not top or lines[top - 1].endswith("\n") else "\n"
+    ways += [[*lines[:number], f'{end * (number > 0)}theme = "{name}"\n', *lines[number:]] for number in (top, 0)]
+    for changed in map("".join, ways):
+        with suppress(ValueError):
+            if tomllib.loads(changed) == wanted:
+                return changed
+    raise ValueError('the theme is not in the form theme = "…"')
 
 
 def _replace(path: Path, text: str) -> None:

@@ -128,11 +128,27 @@ def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[sampling]\ntop_k = 1\n", 'model = "m"', "theme='light'\n", '[engine]\n\n[keymap]\nedit = "f12"\n']
+    "text",
+    [
+        *("", "[sampling]\ntop_k = 1\n", 'model = "m"', "theme='light'\n", '[engine]\n\n[keymap]\nedit = "f12"\n'),
+        'system = """\nRules:\n[1] Be brief.\n"""\n[engine]\n',
+        "system = '''\ntheme = \"light\"\n'''\nmodel = \"m\"",
+        'system = """\n[1] one\n"""\ntheme = "light"\n',
+        'system = "one\u2028[two]"\n',
+    ],
 )
 def test_the_theme_is_one_line_of_the_configuration(text: str) -> None:
     before = tomllib.loads(text)
     assert tomllib.loads(with_theme(text, "nord")) == {**before, "theme": "nord"}
+
+
+@pytest.mark.parametrize("text", ['"theme" = "dark"\n', 'theme = """dark"""\n', "theme = ["])
+def test_a_configuration_that_would_be_damaged_is_not_written(tmp_path: Path, text: str) -> None:
+    file = preferences_file(tmp_path)
+    file.config.write_text(text)
+    with pytest.raises(MinillmError, match=r"config\.toml: .*; write the theme yourself"):
+        file.write_theme("nord")
+    assert file.config.read_text() == text
 
 
 def test_names_of_presets_are_checked() -> None:
