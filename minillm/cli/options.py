@@ -72,15 +72,19 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         """Parse the arguments. An argument that takes several values also takes the values that follow an option.
 
-        argparse itself ends such an argument at the first option: in ``generate "a" -t 0 "b"`` it rejects "b".
+        argparse itself ends such an argument at the first option: in ``generate "a" -t 0 "b"`` it rejects "b". Values
+        may begin with a dash: numbers, texts with a space, and all words after ``--``.
         """
-        found, rest = super(Parser, self.filled()).parse_known_args(*args, **options)
-        last = next((each for each in self._actions if each.nargs == "*"), None)
-        if last is not None:
-            words = [*getattr(found, last.dest), *(word for word in rest if not word.startswith("-"))]
-            setattr(found, last.dest, words)
-            rest = [word for word in rest if word.startswith("-")]
-        return found, rest
+        last = next((each for each in self.filled()._actions if each.nargs == "*"), None)
+        if last is None:
+            return super().parse_known_args(*args, **options)
+        arguments, *others = args
+        end = arguments.index("--") if "--" in arguments else len(arguments)
+        found, rest = super().parse_known_args(arguments[:end], *others, **options)
+        unknown = [word for word in rest if self._parse_optional(word) is not None]
+        values = [word for word in rest if self._parse_optional(word) is None]
+        setattr(found, last.dest, [*getattr(found, last.dest), *values, *arguments[end + 1 :]])
+        return found, unknown
 
     def _print_message(self, message: str, file: Any = None) -> None:
         # argparse ignores errors: help on a full disk would succeed.

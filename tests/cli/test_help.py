@@ -68,3 +68,17 @@ def test_the_width_follows_the_terminal(capsys: pytest.CaptureFixture[str], monk
 def test_prompts_may_follow_options() -> None:
     found = command_parser().parse_args(["generate", "a", "-t", "0", "b", "--chat", "c"])
     assert (found.prompts, found.temperature, found.chat) == (["a", "b", "c"], 0.0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "prompts"),
+    [
+        (["a", "-t", "0", "--", "-b", "--", "c"], ["a", "-b", "--", "c"]),
+        (["a", "-t", "0", "-5"], ["a", "-5"]),
+        (["a", "-t", "0", "- a list"], ["a", "- a list"]),
+        (["-t", "0", "--", "-b"], ["-b"]),
+    ],
+)
+def test_prompts_may_begin_with_a_dash(arguments: list[str], prompts: list[str]) -> None:
+    found = command_parser().parse_args(["generate", *arguments])
+    assert (found.prompts, found.temperature) == (prompts, 0)
