@@ -35,6 +35,7 @@ def nothing_twice() -> Iterator[None]:
         _shift_bfloat16(interpreter, patch)
         _list_builtins_once(interpreter, patch)
         _leave_out_what_nobody_reads(interpreter, patch)
+        _make_bfloat16_constants(interpreter, patch)
         yield
 
 
@@ -147,6 +148,16 @@ def _see_what_is_equal(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
     for bits in (8, 16, 32, 64):
         for name in (f"get_int{bits}", f"get_uint{bits}"):
             patch.setattr(builder, name, kept(getattr(builder, name)))
+
+
+def _make_bfloat16_constants(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let kernels make bfloat16 constants other than zero. Before Triton 3.9, the interpreter cannot."""
+
+    def made(self: Any, value: Any) -> Any:
+        return self.create_fp_trunc(self.get_fp32(value), interpreter.tl.bfloat16)
+
+    if not hasattr(interpreter.InterpreterBuilder, "get_bf16"):
+        patch.setattr(interpreter.InterpreterBuilder, "get_bf16", made, raising=False)
 
 
 def _call_at_once(interpreter: Any, patch: pytest.MonkeyPatch) -> None:
