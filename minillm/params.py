@@ -69,9 +69,10 @@ def _bad_words(name: str, words: Any) -> tuple[str | tuple[int, ...], ...]:
     words = (words,) if isinstance(words, str) else () if words is None else words
     if not isinstance(words, Sequence) or len(words) > MAX_LOGIT_BIAS:
         raise UsageError(f"{name} must be a list of at most {MAX_LOGIT_BIAS} texts or lists of ids, not {shown(words)}")
-    if not all(words):
+    found = tuple(word if isinstance(word, str) else _token_ids(name, word) for word in words)
+    if not all(found):
         raise UsageError(f"{name} must not contain an empty text or list")
-    return tuple(word if isinstance(word, str) else _token_ids(name, word) for word in words)
+    return found
 
 
 def _logit_bias(name: str, bias: Any) -> dict[int, float] | None:

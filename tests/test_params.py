@@ -6,6 +6,7 @@ import inspect
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minillm.checks import declared
@@ -30,7 +31,7 @@ BAD: dict[str, list[Any]] = {
     "stop_token_ids": ["x", [-1], [1.5], [True], list(range(2000))],
     "min_tokens": [-1, 1.0, 10**18],
     "max_tokens": [0, -1, 10**18, 10**400, 1.0],
-    "bad_words": [3, [""], [[]], [[-1]], [1.5], [["x"]]],
+    "bad_words": [3, [""], [[]], [[-1]], [1.5], [["x"]], [None]],
     "allowed_token_ids": ["x", [], [-1], [1.5], 3],
     "logits_processor": [3, "x", [len]],
     "ignore_eos": [1, "yes", None],
@@ -56,7 +57,7 @@ GOOD: dict[str, list[Any]] = {
     "seed": [None, 0, -1, (1 << 63) - 1],
     "stop": [(), None, "x", ["x", "yy"], {"x"}],
     "stop_token_ids": [(), None, [3], {3, 4}],
-    "bad_words": [(), None, "x", ["x", [3, 4]]],
+    "bad_words": [(), None, "x", ["x", [3, 4]], [np.array([3, 4])]],
     "allowed_token_ids": [None, [3], {3, 4}, range(5000)],
     "logits_processor": [None, max],
     "max_tokens": [1, 1 << 24, None],
