@@ -25,6 +25,9 @@ def place(number: int, count: int, options: Mapping[str, Any]) -> Iterator[str]:
         yield f"OMP_NUM_THREADS={max(1, len(os.sched_getaffinity(0)) // count)}"
     if device == "cpu":
         return
-    seen = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    own = range(number * size, (number + 1) * size)
-    yield f"CUDA_VISIBLE_DEVICES={','.join(seen[i] if i < len(seen) else '-1' if seen else str(i) for i in own)}"
+    own, visible = range(number * size, (number + 1) * size), os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(i) for i in own]
+    if visible is not None:  # an empty list hides all GPUs
+        seen = [each for each in visible.split(",") if each]
+        names = [seen[i] if i < len(seen) else "-1" for i in own]
+    yield f"CUDA_VISIBLE_DEVICES={','.join(names)}"

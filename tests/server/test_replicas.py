@@ -70,6 +70,18 @@ def test_engines_share_the_cores(count: int, threads: int, monkeypatch: pytest.M
     assert not any("OMP_NUM_THREADS" in each for each in place(0, count, {"device": "cpu"}))
 
 
+@pytest.mark.parametrize(
+    ("visible", "given"),
+    [(None, ["0,1", "2,3"]), ("5,3,7", ["5,3", "7,-1"]), ("5", ["5,-1", "-1,-1"]), ("", ["-1,-1", "-1,-1"])],
+)
+def test_engines_share_the_visible_gpus(visible: str | None, given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    words = [[*place(number, 2, {"device": "cuda", "tensor_parallel_size": 2})][-1] for number in range(2)]
+    assert words == [f"CUDA_VISIBLE_DEVICES={each}" for each in given]
+
+
 def test_pools_of_several_engines_are_told_as_one() -> None:
     found = [
         {"figures": {"used": 3, "free": 1}, "tables": [{"seq_id": 1}, {"seq_id": 2}]},
