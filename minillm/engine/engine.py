@@ -200,13 +200,13 @@ class Engine:
         """
         schedule = self.scheduler.schedule()
         self._undelivered += self.requests.end_failed()
-        if not schedule.chunks:
-            # A group was preempted while all others only wait for their last token: move its blocks now.
-            self.runner.move(schedule)
-            return None
-        self.figures.count_blocks()
         step, began = Step(schedule, []), time.monotonic()
         try:
+            if not schedule.chunks:
+                # A group was preempted while all others only wait for their last token: move its blocks now.
+                self.runner.move(schedule)
+                return None
+            self.figures.count_blocks()
             logits, sampled = self.runner.run(schedule, self.cache.take_copies())
             if (scored := self.runner.forward.take()) is not None:
                 step.flights.append(Scoring.launched(self.requests, scored, schedule))

@@ -18,6 +18,7 @@ from minillm.engine.engine import Engine
 from minillm.model.llama import Llama
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.runner.step import StepWork
+from minillm.sequence import Schedule
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,42 @@ def test_a_device_that_fails_at_any_step_fails_that_steps_requests_only(model: L
         everything_is_back(engine)
     assert failed > 10
     assert finished > 10
+
+
+@pytest.mark.parametrize("calls", ["before", "after"])
+def test_a_move_to_host_memory_that_fails_changes_no_token(model: Llama, calls: str) -> None:
+    """A step moves blocks and computes nothing: a request is preempted while its token is on the device."""
+    request = [5, 6, 7, 8, 9, 10], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    [alone] = run(engine_for(model), [request])
+    engine = engine_for(model, host_blocks=64, on_device=True)
+    engine.add_request("0", *request)
+    for _ in range(4):
+        engine.step()
+    scheduler, save = engine.scheduler, engine.runner.host_pool.save
+
+    def preempting() -> Schedule:
+        schedule, victim = Schedule(), scheduler.running.pop()
+        scheduler.waiting.appendleft(victim)
+        scheduler.preemption.take_out(victim, schedule)
+        return schedule
+
+    def failing(pairs: list[tuple[int, int]]) -> None:
+        if calls == "after":
+            save(pairs[:1])
+        raise RuntimeError("the device is gone")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "schedule", preempting)
+        patch.setattr(engine.runner.host_pool, "save", failing)
+        with pytest.raises(RuntimeError, match="is gone"):
+            engine.step()
+    check_cache(engine)
+    while engine.has_work:
+        engine.step()
+    [output] = engine.take_finished()
+    assert output.error is None
+    assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+    everything_is_back(engine)
 
 
 def test_blocks_of_a_failed_step_are_not_found(model: Llama) -> None:
