@@ -617,7 +617,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("single-copy-not-made", "HostPool.carry_out", "If 0.test", "len($) > 1", ANYHOW, SWAPPED_BEAMS),
         ("kv8-scales-not-moved", "HostPool.__init__", "Attribute 2", "$[:1]",
          EIGHT_BITS + "test_blocks_go_to_the_host_and_back_with_their_scales"),
-        ("run-of-blocks-saved-in-part", "HostPool.save", "Expr 3",
+        ("run-of-blocks-saved-in-part", "HostPool.save", "Expr 2",
          "pool[host:host + 1].copy_(staging[first:first + 1], non_blocking=True)", SWAPPED_BEAMS),
     ],
     "minillm/runner/device/prompts.py": [

@@ -36,9 +36,11 @@ class HostPool:
     def save(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks from the device to host memory, given as (device block, host block) pairs."""
         if pairs and not self._pools:
-            for tensor in self._tensors:
-                shape = (self._num_blocks, *tensor.shape[:2], *tensor.shape[3:])
-                self._pools.append(torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda))
+            shapes = [(self._num_blocks, *tensor.shape[:2], *tensor.shape[3:]) for tensor in self._tensors]
+            self._pools = [  # all or none, if memory is short
+                torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                for shape, tensor in zip(shapes, self._tensors, strict=True)
+            ]
         for start in range(0, len(pairs), _STAGED_BLOCKS):
             blocks, hosts = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
             for tensor, pool, staging in self._staged(len(blocks)):

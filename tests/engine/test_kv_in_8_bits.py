@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lib.engine import engine_for, logits_in_chunks, run
 from lib.models import hf_model, ours, write_tiny_model
@@ -118,6 +119,25 @@ def test_blocks_go_to_the_host_and_back_with_their_scales() -> None:
     for tensor, old in zip(cache.tensors, before, strict=True):
         assert torch.equal(tensor[:, :, [4, 2, 8]], old[:, :, [7, 2, 5]])
         assert not tensor[:, :, [0, 1, 3, 5, 6, 7]].any()
+
+
+def test_host_memory_that_is_missing_once_is_taken_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(torch.ones(2, 2, 9, 4, 3, 8, dtype=torch.int8), torch.ones(2, 2, 9, 3, 4))
+    pool, empty = HostPool(cache, 5), torch.empty
+
+    def failing(shape: Any, *, dtype: torch.dtype, **options: Any) -> Tensor:
+        if dtype == torch.float32:
+            raise RuntimeError("out of memory")
+        return empty(shape, dtype=dtype, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", failing)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pool.save([(7, 0)])
+    pool.save([(7, 0)])
+    cache.zero_()
+    pool.restore([(0, 4)])
+    assert all(tensor[:, :, 4].all() for tensor in cache.tensors)
 
 
 def test_the_option_makes_the_pool_hold_nearly_twice_the_tokens_of_16_bits(tmp_path: Path) -> None:
