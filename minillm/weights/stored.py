@@ -117,10 +117,10 @@ def _shards(directory: Path) -> list[Path]:
     """Return the safetensors files to load: the files in the index, else ``model.safetensors``, else all files."""
     if is_there(directory / _INDEX):
         weight_map = read_json(directory / _INDEX).get("weight_map")
-        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else []
         if not names or not all(isinstance(name, str) and re.fullmatch(r"[^/\0]{1,255}", name) for name in names):
             raise WeightsError(f"{directory / _INDEX}: it has no weight_map of file names")
-        return [directory / name for name in sorted(names)]
+        return [directory / name for name in sorted(set(names))]
     if is_there(directory / "model.safetensors"):
         return [directory / "model.safetensors"]
     if not (found := sorted(path for path in directory.glob("*.safetensors") if path.name != ADAPTER)):

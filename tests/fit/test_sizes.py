@@ -291,7 +291,7 @@ def test_a_gguf_file_that_lies_is_one_line(tmp_path: Path) -> None:
 def test_missing_and_foreign_shards_are_one_line(tmp_path: Path) -> None:
     forge_hf(tmp_path, LLAMA_1B, {})
     index = tmp_path / "model.safetensors.index.json"
-    wrong: list[object] = [{"x": "../../etc/passwd"}, {"x": 3}, {}, []]
+    wrong: list[object] = [{"x": "../../etc/passwd"}, {"x": 3}, {"x": {"y": 1}}, {"x": []}, {}, []]
     for weight_map in wrong:
         index.write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(WeightsError, match="no weight_map of file names"):
