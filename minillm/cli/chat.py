@@ -50,9 +50,11 @@ def chat(arguments: argparse.Namespace) -> int:
     resumed = store.load(store.latest()) if arguments.resume else None
     if resumed is not None and arguments.system is None:
         settings = replace(settings, system=resumed.system)
-    if arguments.server and arguments.plain:
-        raise UsageError("--plain runs the model in this process; leave out --server, or use the app")
-    if arguments.plain or is_plain_only():
+    is_plain = arguments.plain or is_plain_only()
+    if arguments.server and is_plain:
+        why = "a chat line by line, as with --plain, runs the model in this process"
+        raise UsageError(f"--server needs the app, and the app a terminal; {why}: leave out --server for it")
+    if is_plain:
         from minillm.progress import loading_bar
         from minillm.ui.chat.conversation import Conversation
         from minillm.ui.plain import run as run_plain

@@ -222,6 +222,7 @@ MISTAKES = [
     (["generate", "x", "--config", "/no/config.toml"], "there is no /no/config.toml"),
     (["chat", "what", "is", "this"], "one argument too many: 'is'; put quotation marks"),
     (["chat", "--theme", "blue"], "unknown --theme 'blue'; known: dark, light"),
+    (["chat", "--server", "http://localhost:1", "--plain"], "--server needs the app"),
     (["rm"], "MODEL"),
     (["show", "smolm2-135m"], "did you mean smollm2-135m"),
     (["show", "/no/such"], "no file or directory"),
@@ -255,6 +256,13 @@ def test_every_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: s
     assert result.stderr.count("\n") == 1
     assert result.returncode == 2
     assert result.stdout == ""
+
+
+def test_a_server_is_not_replaced_by_a_model_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minillm.ui.terminal.is_plain_only", lambda: True)
+    result = minillm("chat", "--server", "http://localhost:1", "--model", "no-such-model")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "--server needs the app, and the app a terminal" in result.stderr
 
 
 def test_a_mistake_ends_the_process_with_its_exit_code() -> None:
