@@ -43,7 +43,9 @@ complete -c minillm -f -a '(__minillm)'
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = candidates(command_parser(), arguments.words[1:]) if arguments.words else [_SCRIPTS[arguments.shell]]
+    found = (
+        candidates(command_parser(), arguments.words[1:] or [""]) if arguments.words else [_SCRIPTS[arguments.shell]]
+    )
     for each in found:
         print(each)
     return 0

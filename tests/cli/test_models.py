@@ -236,6 +236,7 @@ def completed(run: Run, *words: str) -> list[str]:
 
 def test_words_are_completed_from_the_parser(run: Run, tiny_model: Path) -> None:
     assert {"chat", "generate", "show", "rm", "completions"} <= set(completed(run, ""))
+    assert completed(run) == completed(run, "")
     assert completed(run, "ge") == ["generate"]
     assert completed(run, "l") == ["list", "ls"]
     assert completed(run, "run", "smollm2-13") == completed(run, "serve", "smollm2-13") == ["smollm2-135m"]
