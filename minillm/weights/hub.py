@@ -8,13 +8,14 @@ import hashlib
 import io
 import logging
 import os
+import re
 import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,6 +31,8 @@ from minillm.weights.manifest import HubSource
 _PROBE_SECONDS = 2.0
 _MAX_SMALL = 64 << 20  # size limit in bytes for a configuration or a tokenizer
 _INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"\w[\w.+-]{0,199}\.safetensors", re.ASCII)
+_COMMIT = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("chat_template.jinja", _INDEX),
@@ -93,7 +96,9 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     with _hub_errors(source):
         info = huggingface_hub.HfApi().model_info(source.hub, revision=source.revision, files_metadata=True, timeout=10)
-        commit, files = str(info.sha), {str(each.rfilename): _listed(each) for each in info.siblings or []}
+        if not _COMMIT.fullmatch(commit := str(info.sha)):
+            raise ValueError("the name of the commit")
+        files = {str(each.rfilename): _listed(each) for each in info.siblings or []}
     _forget_other_commit(partial, commit)
     if source.file:
         if source.file not in files:
@@ -151,7 +156,7 @@ def _weight_files(files: dict[str, HubFile], partial: Path) -> list[str]:
         except (ValueError, KeyError, AttributeError, TypeError):
             raise DownloadError(f"{_INDEX} of the repository is damaged") from None
         for shard in shards:
-            if not isinstance(shard, str) or PurePosixPath(shard).name != shard or shard not in files:
+            if not isinstance(shard, str) or not _SHARD.fullmatch(shard) or shard not in files:
                 raise DownloadError(f"{_INDEX} names {clean_line(str(shard))!r}, which the repository does not have")
         return sorted(shards)
     if "model.safetensors" in files:

@@ -131,11 +131,17 @@ def test_shards_come_by_their_index(server: FakeHub) -> None:
 
 
 @pytest.mark.parametrize(
-    "shard", ["../../../evil.safetensors", "/etc/passwd", "sub/x.safetensors", "missing.safetensors", 7]
+    "shard",
+    [
+        *("../../../evil.safetensors", "/etc/passwd", "sub/x.safetensors", "missing.safetensors", 7),
+        *("a\0.safetensors", "\ud800.safetensors", f"{300 * 'x'}.safetensors", "..", "config.json"),
+    ],
 )
 def test_an_index_cannot_name_files_elsewhere(server: FakeHub, shard: Any) -> None:
     server.files = {name: data for name, data in FILES.items() if name != "model.safetensors"}
     server.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": shard}}).encode()
+    if shard not in ("missing.safetensors", 7):
+        server.files.setdefault(shard, WEIGHTS)
     with pytest.raises(DownloadError, match="names"):
         pull()
     assert find_downloaded("tiny") is None
@@ -191,6 +197,7 @@ def test_wrong_bytes_are_refused_and_not_kept(server: FakeHub) -> None:
         ({"status": 404, "error_code": "RepoNotFound"}, "does not exist, or is private"),
         ({"status": 404, "error_code": "RevisionNotFound"}, "no revision 'main'"),
         ({"html": True}, "is not the hub"),
+        ({"commit": "\ud800"}, "is not the hub"),
         ({"files": {**SMALL_FILES, "pytorch_model.bin": b"x"}}, "no safetensors"),
         ({"announced": {"tokenizer.json": 1 << 40}}, "no file of a model"),
         *(({"announced": {"model.safetensors": size}}, "is not the hub") for size in (None, -1, 1e300, "9", [1])),
