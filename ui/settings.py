@@ -196,7 +196,7 @@ def field_texts(settings: Settings) -> dict[str, str]:
     shown["stop"] = params.stop[0] if params.stop else None
     beams = {"beam_width": 1, "length_penalty": BeamSearchParams.length_penalty, **settings.beams}
     shown |= {item.name: beams[item.name] for item in BEAM_FIELDS}
-    return {name: "" if value is None else f"{value:g}" if type(value) is float else str(value)
+    return {name: "" if value is None else str(value).removesuffix(".0" * (type(value) is float))
             for name, value in shown.items()}  # fmt: skip
 
 

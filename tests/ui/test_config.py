@@ -118,6 +118,13 @@ def test_a_wrong_value_is_named(name: str, text: str) -> None:
         with_param(Settings("m"), name, text)
 
 
+def test_other_parameters_keep_all_of_their_digits() -> None:
+    sampling = {"temperature": 0.12345678, "top_p": 0.99999999, "frequency_penalty": 1e-7, "stop": ("1.0",)}
+    settings = Settings("m", sampling=sampling, beams={"beam_width": 3, "length_penalty": 1.00000001})
+    changed = with_param(settings, "top_k", "5")
+    assert (changed.sampling, changed.beams) == ({**sampling, "top_k": 5}, settings.beams)
+
+
 def test_one_parameter_by_its_name() -> None:
     settings = with_param(Settings("m"), "temperature", "0.25")
     assert settings.sampling["temperature"] == 0.25
