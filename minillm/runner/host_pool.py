@@ -1,6 +1,7 @@
 """Host memory for the blocks of preempted sequences."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ class HostPool:
     """Host memory for ``num_blocks`` blocks of ``kv_cache``, allocated at first use. For a GPU, the memory is pinned.
 
     All moves between pinned memory and the GPU are queued on one stream. So each move sees earlier writes, and the CPU
-    never waits.
+    never waits. Without pinned memory, it waits for each move.
     """
 
     def __init__(self, kv_cache: KVCache, num_blocks: int) -> None:
@@ -36,11 +37,7 @@ class HostPool:
     def save(self, pairs: list[tuple[int, int]]) -> None:
         """Copy blocks from the device to host memory, given as (device block, host block) pairs."""
         if pairs and not self._pools:
-            shapes = [(self._num_blocks, *tensor.shape[:2], *tensor.shape[3:]) for tensor in self._tensors]
-            self._pools = [  # all or none, if memory is short
-                torch.empty(shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                for shape, tensor in zip(shapes, self._tensors, strict=True)
-            ]
+            self._pools = host_memory(self._tensors, self._num_blocks, pinned=self._tensors[0].is_cuda)
         for start in range(0, len(pairs), _STAGED_BLOCKS):
             blocks, hosts = zip(*pairs[start : start + _STAGED_BLOCKS], strict=True)
             for tensor, pool, staging in self._staged(len(blocks)):
@@ -62,3 +59,22 @@ class HostPool:
         assert self._pools, "blocks return that were never saved"
         for tensor, pool in zip(self._tensors, self._pools, strict=True):
             yield tensor, pool, pool.new_empty((count, *pool.shape[1:]), device=tensor.device)
+
+
+def host_memory(tensors: Sequence[Tensor], num_blocks: int, *, pinned: bool) -> list[Tensor]:
+    """Return host memory ``[num_blocks, layers, 2, ...]`` for blocks of each tensor of a KV cache.
+
+    If the system refuses to pin it, warn and return other memory. Raises RuntimeError if there is not enough.
+    """
+    shapes = [(num_blocks, *tensor.shape[:2], *tensor.shape[3:]) for tensor in tensors]
+    try:
+        return [
+            torch.empty(shape, dtype=tensor.dtype, pin_memory=pinned)
+            for shape, tensor in zip(shapes, tensors, strict=True)
+        ]
+    except RuntimeError as error:
+        if not pinned:
+            raise
+        reason = str(error).partition("\n")[0]
+        warnings.warn(f"host memory for preempted requests cannot be pinned, so it is slower: {reason}", stacklevel=2)
+        return host_memory(tensors, num_blocks, pinned=False)

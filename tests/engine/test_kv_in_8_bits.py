@@ -24,7 +24,7 @@ from minillm.kernels import KVCache
 from minillm.model.llama import Llama
 from minillm.outputs import RequestOutput
 from minillm.params import BeamSearchParams, SamplingParams
-from minillm.runner.host_pool import HostPool
+from minillm.runner.host_pool import HostPool, host_memory
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 SAMPLES = SamplingParams(n=4, temperature=0.9, top_p=0.9, seed=1, max_tokens=20)
@@ -138,6 +138,19 @@ def test_host_memory_that_is_missing_once_is_taken_later(monkeypatch: pytest.Mon
     cache.zero_()
     pool.restore([(0, 4)])
     assert all(tensor[:, :, 4].all() for tensor in cache.tensors)
+
+
+def test_host_memory_that_cannot_be_pinned_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(shape: Any, *, pin_memory: bool, **options: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("no memory to pin\nmore about it")
+        return empty(shape, **options)
+
+    cache, empty = KVCache(torch.ones(2, 2, 9, 4, 3, 8, dtype=torch.int8), torch.ones(2, 2, 9, 3, 4)), torch.empty
+    monkeypatch.setattr(torch, "empty", failing)
+    with pytest.warns(UserWarning, match="slower: no memory to pin$"):
+        levels, scales = host_memory(cache.tensors, 5, pinned=True)
+    assert (levels.shape, levels.dtype, scales.shape) == ((5, 2, 2, 4, 3, 8), torch.int8, (5, 2, 2, 3, 4))
 
 
 def test_the_option_makes_the_pool_hold_nearly_twice_the_tokens_of_16_bits(tmp_path: Path) -> None:
