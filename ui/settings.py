@@ -196,8 +196,14 @@ def field_texts(settings: Settings) -> dict[str, str]:
     shown["stop"] = params.stop[0] if params.stop else None
     beams = {"beam_width": 1, "length_penalty": BeamSearchParams.length_penalty, **settings.beams}
     shown |= {item.name: beams[item.name] for item in BEAM_FIELDS}
-    return {name: "" if value is None else str(value).removesuffix(".0" * (type(value) is float))
-            for name, value in shown.items()}  # fmt: skip
+    return {name: _text(value) for name, value in shown.items()}
+
+
+def _text(value: Any) -> str:
+    """Return a parameter as the dialog shows it: 1 instead of 1.0, and nothing instead of None."""
+    if value is None:
+        return ""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def with_texts(settings: Settings, texts: Mapping[str, str]) -> Settings:
