@@ -19,7 +19,7 @@ from minillm.ui.chat.conversation import Candidate, Conversation, Turn
 from minillm.ui.chat.export import export
 from minillm.ui.chat.files import with_files
 from minillm.ui.chat.sessions import COPY_NOTE, SessionStore
-from minillm.ui.chat.slash import is_command
+from minillm.ui.chat.slash import first_word, is_command
 from minillm.ui.numbers import is_number
 from minillm.ui.settings import Settings, with_param
 
@@ -51,8 +51,7 @@ class PlainChat:
         """Handle one line of input, a question or a command. Return False if it ends the chat."""
         try:
             if is_command(line):
-                name, _, argument = line[1:].partition(" ")
-                return self._command(name, argument.strip())
+                return self._command(*first_word(line[1:]))
             self._answer(with_files(line.strip(), Path.cwd()))
         except MinillmError as error:
             self.note(str(error))
@@ -64,8 +63,7 @@ class PlainChat:
         if name == "new":
             self.conversation = Conversation()
         elif name == "set":
-            parameter, _, value = argument.partition(" ")
-            self.settings = with_param(self.settings, parameter, value.strip())
+            self.settings = with_param(self.settings, *first_word(argument))
         elif name == "n":
             self.settings = with_param(with_param(self.settings, "beam_width", "1"), "n", argument)
         elif name == "beams":

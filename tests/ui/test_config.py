@@ -210,6 +210,7 @@ def test_one_declaration_feeds_all() -> None:
 def test_commands_are_found_by_their_beginning() -> None:
     assert COMMANDS.parse("/set temperature 0.5")[0].name == "set"
     assert COMMANDS.parse("/set temperature 0.5")[1] == "temperature 0.5"
+    assert COMMANDS.parse("/set\ttemperature\t0.5") == (COMMANDS["set"], "temperature\t0.5"), "a tab separates words"
     assert COMMANDS.parse("/regen")[0].name == "regenerate"
     assert COMMANDS.parse("/N 3")[0].name == "n", "a whole name is no beginning of others"
     for line, words in (("/se", "/sessions, /set"), ("/modle", "did you mean /model"), ("/", "/help"), ("/n", "needs")):

@@ -22,7 +22,7 @@ from minillm.ui.chat.conversation import Conversation, Fork, Turn
 from minillm.ui.chat.editor import edited
 from minillm.ui.chat.engine_status import reason_to_wait
 from minillm.ui.chat.export import export
-from minillm.ui.chat.slash import CommandTable
+from minillm.ui.chat.slash import CommandTable, first_word
 from minillm.ui.numbers import count, is_number, plural
 from minillm.ui.preferences import BUILT_IN
 from minillm.ui.settings import settings_summary, with_param
@@ -285,20 +285,20 @@ async def choose_sampling(pane: ChatPane, _: str) -> None:
 
 @command("set", "change one parameter", argument="NAME VALUE")
 async def set_parameter(pane: ChatPane, words: str) -> None:
-    name, _, value = words.partition(" ")
-    pane.app.settings = with_param(pane.app.settings, name, value.strip())
-    pane.notify(f"next question: {name} {value.strip() or 'off'}")
+    name, value = first_word(words)
+    pane.app.settings = with_param(pane.app.settings, name, value)
+    pane.notify(f"next question: {name} {value or 'off'}")
 
 
 @command("preset", "use a sampling preset: precise, balanced, creative, your own", argument="[save|delete] [NAME]")
 async def use_preset(pane: ChatPane, words: str) -> None:
-    app, (verb, _, name) = pane.app, words.partition(" ")
+    app, (verb, name) = pane.app, first_word(words)
     if not words:
         pane.notify(f"presets: {', '.join({**BUILT_IN, **app.preferences.presets})}")
     elif verb in ("save", "delete"):
         sampling = app.settings.sampling if verb == "save" else None
-        app.save_preferences(app.preferences.with_preset(name.strip(), sampling))
-        pane.notify(f"preset {name.strip()} {verb}d")
+        app.save_preferences(app.preferences.with_preset(name, sampling))
+        pane.notify(f"preset {name} {verb}d")
     else:
         _change(pane, sampling=dict(app.preferences.preset(words)), beams={})
         pane.notify(f"next question: {words} ({settings_summary(app.settings)})")

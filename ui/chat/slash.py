@@ -83,14 +83,14 @@ class CommandTable(dict[str, SlashCommand]):
             UsageError: the name is unknown or ambiguous, or the argument is missing. The message suggests the most
                 similar command.
         """
-        name, _, argument = text.removeprefix("/").strip().partition(" ")
+        name, argument = first_word(text.removeprefix("/"))
         begun = self._begun(name) if name else []
         exact = [command for command in begun if name.lower() in (command.name, *command.also)]
         if exact or len(begun) == 1:
             command = (exact or begun)[0]
-            if command.needs_argument and not argument.strip():
+            if command.needs_argument and not argument:
                 raise UsageError(f"/{command.name} needs an argument: {command.usage}")
-            return command, argument.strip()
+            return command, argument
         if begun:
             raise UsageError(f"/{name} is ambiguous: {', '.join('/' + command.name for command in begun)}")
         close = nearest(name, list(self))
@@ -99,7 +99,7 @@ class CommandTable(dict[str, SlashCommand]):
 
     def completions(self, text: str) -> list[SlashCommand]:
         """Return the commands that a half-typed line may become; none if the line already has an argument."""
-        if not text.startswith("/") or " " in text or "\n" in text:
+        if not text.startswith("/") or re.search(r"\s", text):
             return []
         return self._begun(text[1:])
 
@@ -111,6 +111,12 @@ class CommandTable(dict[str, SlashCommand]):
         name = name.lower()
         found = [command for command in self.values() if command.name.startswith(name)]
         return found or [each for each in self.values() if any(other.startswith(name) for other in each.also)]
+
+
+def first_word(text: str) -> tuple[str, str]:
+    """Return the first word of a text, and the rest without the white space around it."""
+    word, *rest = text.split(maxsplit=1) or [""]
+    return word, "".join(rest).strip()
 
 
 def is_command(text: str) -> bool:
