@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
         return [replace(row, params=config.request_values({**flags, **row.params}, defaults)) for row in requests]
 
     name = _fingerprint(task, requests, rows({}))  # reports errors in the requests before the model is loaded
-    output = _output(arguments) if arguments.output else None
+    output = _output(arguments) if arguments.output is not None else None
     if output is not None:
         failed = check_output(output, name, len(requests), overwrite=arguments.force)
         if failed is not None:
@@ -164,6 +164,8 @@ def _shard(text: str, total: int) -> slice:
 
 def _output(arguments: argparse.Namespace) -> Path:
     """Return the path of the output file. Each shard has its own file: ``out.jsonl`` becomes ``out.00-of-16.jsonl``."""
+    if not arguments.output:
+        raise UsageError("--output is empty: give a file's name")
     path = expanded(arguments.output, "--output")
     if arguments.shard is None:
         return path

@@ -133,6 +133,7 @@ def test_another_file_is_not_overwritten(run: Run, tmp_path: Path, text: str) ->
     assert "holds something other than these answers" in said
     assert output.read_text() == text
     assert run("a", "-o", str(tmp_path))[0] == 2
+    assert run("a", "-o", "")[::2] == (2, "minillm: error: --output is empty: give a file's name\n")
     output.write_text("")  # as mktemp leaves it
     assert run("a", "-o", str(output), "--max-tokens", "1")[0] == 0
 
