@@ -303,6 +303,8 @@ async def test_wrong_commands_are_explained_and_others_completed_while_typed() -
             "/modle": "did you mean /model",
             "/set heat 3": "unknown parameter",
             "/copy": "there is no question yet",
+            "/copy foo": "use /copy or /copy code",
+            "/branch foo": "use /branch next",
             "/think " + 5000 * "9": "use /think on",
             "/depths 1," + 5000 * "9": "use /depths 256,512,1024",
         }

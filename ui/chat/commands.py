@@ -180,6 +180,8 @@ _BRANCH_KEYS: dict[str, Any] = {"keys": {"alt+left": "previous", "alt+right": "n
 
 @command("branch", "show the next or previous branch", argument="[next|previous]", **_BRANCH_KEYS)
 async def switch_branch(pane: ChatPane, direction: str) -> None:
+    if not any(each.startswith(direction) for each in ("next", "previous")):
+        raise UsageError(f"use /branch next or /branch previous, not {direction!r}")
     _check_idle(pane)
     conversation, turn = pane.conversation, _turn(pane)
     branching = next((t for t in [turn, *conversation.turns[::-1]] if len(conversation.siblings(t)) > 1), None)
@@ -217,6 +219,8 @@ async def undo(pane: ChatPane, _: str) -> None:
 
 @command("copy", "copy the selected answer, or its last code block", "alt+y", argument="[code]")
 async def copy(pane: ChatPane, part: str) -> None:
+    if part not in ("", "code"):
+        raise UsageError(f"use /copy or /copy code, not {part!r}")
     turn = _turn(pane)
     text = turn.answer.text
     if candidates := turn.answer.candidates:
@@ -250,12 +254,7 @@ def _change(pane: ChatPane, **changes: Any) -> None:
 
 def _ask(pane: ChatPane, dialog: ModalScreen[Any], act: Callable[[Any], Any]) -> None:
     """Open a dialog. If it returns a result, call ``act`` with it."""
-
-    def chosen(result: Any) -> None:
-        if result is not None:
-            act(result)
-
-    pane.app.push_screen(dialog, chosen)
+    pane.app.push_screen(dialog, lambda result: None if result is None else act(result))
 
 
 @command("model", "choose another model", "f2", argument="[NAME]", label="Model")
