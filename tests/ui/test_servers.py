@@ -10,7 +10,7 @@ import pytest
 from textual.drivers.headless_driver import HeadlessDriver
 
 from lib.programs.fake_engine import LOADED
-from lib.ui import FAKE, notes, seen, until
+from lib.ui import FAKE, ask, notes, say, seen, until
 from minillm.service.messages import CacheChanged, Preparing, TableView
 from minillm.ui.app import ChatApp
 from minillm.ui.bars import StatusBar, TitleBar
@@ -35,6 +35,28 @@ async def test_the_header_names_the_server(tmp_path: Path) -> None:
         assert str(title.render()).startswith(f"fake · at {ADDRESS} · cpu")
         app.engine_state = replace(app.engine_state, preparing=Preparing(1, 4))
         await until(pilot, lambda: "· warming up 25% " in str(title.render()))
+
+
+@pytest.mark.anyio
+async def test_the_model_is_the_servers(tmp_path: Path) -> None:
+    app = ChatApp(
+        Settings("fake"), SessionStore(tmp_path), engine_command=FAKE, server=ADDRESS, driver_class=HeadlessDriver
+    )
+    async with app.run_test(size=(120, 40)) as pilot:
+        await until(pilot, lambda: app.engine_state.phase == "ready", 60)
+        app.settings = replace(app.settings, model="other")
+        await ask(pilot, "echo one")
+        assert app.chat.chat_pane.conversation.model == "fake", "the name that is saved and exported"
+        for text in ("/model third", "/model"):
+            await say(pilot, text)
+            assert [each.message for each in app._notifications][-1].startswith("the server chooses the model")
+        assert app.settings.model == "other"
+        app.stop_engine()
+        await until(pilot, lambda: app.chat.chat_pane.engine.phase == "off")
+        await say(pilot, "echo two")
+        assert [each.message for each in app._notifications] == [
+            f"the server at {ADDRESS} is not connected: /reload connects again"
+        ]
 
 
 @pytest.mark.anyio

@@ -202,6 +202,8 @@ class ChatPane(Vertical):
         if not reason and self.engine.phase != "ready":
             is_loading = self.engine.phase == "loading"
             advice = "no model is loaded: F2 chooses one, /reload loads it again"
+            if self.engine.server:
+                advice = f"the server at {self.engine.server} is not connected: /reload connects again"
             reason = "the model is still loading" if is_loading else advice
         if reason:
             self.notify(reason)
@@ -211,7 +213,7 @@ class ChatPane(Vertical):
         """Request an answer to the last turn of the conversation, and show the turn."""
         turn, settings = self.conversation.leaf, self.app.settings
         assert turn is not None
-        self.conversation.model, self.conversation.system = settings.model, settings.system
+        self.conversation.model, self.conversation.system = self.engine.model, settings.system
         if settings.num_candidates > 1:
             depths = settings.depths or [None] * settings.num_candidates
             turn.answer.candidates = [Candidate(depth=depth) for depth in depths]

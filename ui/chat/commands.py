@@ -261,6 +261,8 @@ def _ask(pane: ChatPane, dialog: ModalScreen[Any], act: Callable[[Any], Any]) ->
 async def choose_model(pane: ChatPane, name: str) -> None:
     from minillm.ui.dialogs import ModelScreen
 
+    if pane.engine.server:
+        raise UsageError("the server chooses the model: quit and use `minillm chat --model NAME` for another")
     if name:
         pane.app.choose_model(name)
     else:
@@ -312,9 +314,8 @@ async def choose_thinking(pane: ChatPane, word: str) -> None:
     if is_number(word):
         _check_tags(pane)
         SamplingParams(max_reasoning_tokens=int(word))
-        has_switch = loaded is not None and loaded.has_thinking_switch
         sampling["max_reasoning_tokens"] = int(word)
-        _change(pane, sampling=sampling, thinks=True if has_switch else None)
+        _change(pane, sampling=sampling, thinks=True if loaded is not None and loaded.has_thinking_switch else None)
         pane.notify(f"next question: at most {plural(int(word), 'token')} of thought")
         return
     if loaded is not None and not loaded.has_thinking_switch:
