@@ -183,7 +183,7 @@ class ReasoningPosition:
             if tail.startswith(_OPEN):
                 self.first = self._seen + 1
                 self._begin()
-                tail = b""
+                tail = tail.removeprefix(_OPEN)  # a token such as ``></`` is in both tags
             elif not _OPEN.startswith(tail) or self._has_grammar:
                 self._stage = _Stage.OVER
         elif _CLOSE in tail:

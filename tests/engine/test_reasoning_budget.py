@@ -19,7 +19,7 @@ from minillm import LLM, BeamSearchParams, Grammar, SamplingParams
 from minillm.errors import UsageError
 from minillm.model.llama import Llama
 from minillm.outputs import CompletionOutput, RequestOutput
-from minillm.text.reasoning_budget import CLOSED, CLOSING
+from minillm.text.reasoning_budget import CLOSED, CLOSING, ReasoningTags, reasoning
 from minillm.text.tokenizer import Tokenizer
 
 
@@ -202,3 +202,10 @@ def test_a_model_without_tags_says_so(tmp_path: Path) -> None:
         engine_for(model).add_request("a", [5], SamplingParams(max_reasoning_tokens=3))
     with pytest.raises(UsageError, match="max_reasoning_tokens must be"):
         SamplingParams(max_reasoning_tokens=-1)
+
+
+def test_a_token_in_both_tags_does_not_hide_the_closing_tag(parts: tuple[Llama, Tokenizer]) -> None:
+    texts = [b"<think", b"></", b"think>", b" yes"]
+    tags = ReasoningTags(parts[1], None, (), (), dict(enumerate(texts)))
+    found = reasoning(tags, [0, 1, 2, 3, 3, 3], is_open=False)
+    assert (found.first, found.count) == (2, 0)
