@@ -19,6 +19,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+from minillm.checks import shown
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Died, Engines, Facts, Task
 from minillm.jobs.rows import Answer, InputRow, Style, num_tokens
@@ -147,7 +148,7 @@ class Generate:
             self._waiting[row.index] = asyncio.get_running_loop().create_future()
             self._engine.submit(row)
             answer = await self._waiting[row.index]
-        except (UsageError, ValueError, TypeError) as error:
+        except (UsageError, ValueError, TypeError, RecursionError) as error:
             return {"text": "", "outputs": "[]", "num_tokens": 0, "finish_reason": "", "error": str(error)}
         first = answer["outputs"][0] if answer["outputs"] else {"text": "", "finish_reason": ""}
         return {
@@ -164,7 +165,10 @@ class Generate:
 
     def _parsed(self, given: Mapping[str, Any]) -> InputRow:
         own = given.get("params")
-        own = json.loads(own or "{}") if isinstance(own, str) else dict(own or {})
+        own = json.loads(own or "{}") if isinstance(own, str) else own
+        own = {} if own is None else own
+        if not isinstance(own, Mapping):
+            raise UsageError(f"params must be an object, not {shown(own)}")
         own = {name: _plain(value) for name, value in own.items() if value is not None}  # Arrow adds absent fields
         common = dict(self._engine.defaults() if self._params is None and not own else self._params or {})
         if "beam_width" in own:  # beams know fewer parameters
@@ -177,8 +181,11 @@ class Generate:
 
 
 def _plain(value: Any) -> Any:
-    """Return a column's value as plain Python values instead of numpy's types."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """Return a column's value as plain Python values instead of numpy's types, at every depth."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list) else value
 
 
 class RayEngines(Engines):

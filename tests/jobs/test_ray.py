@@ -140,6 +140,28 @@ def test_a_batch_of_columns_is_answered_row_by_row(tiny_model: Path) -> None:
     assert "max_tokens" in second["error"][0]
 
 
+def test_values_of_rows_may_be_nested_arrays_or_no_objects(tiny_model: Path) -> None:
+    generate = Generate(str(tiny_model), {"max_tokens": 2}, device="cpu", num_blocks=64)
+    parts = np.array([{"type": "text", "text": "hi"}], dtype=object)  # nested lists are arrays in batches of Ray
+    messages = np.array([{"role": "user", "content": parts}], dtype=object)
+    choice = {"grammar": {"choice": np.array(["a", "b"], dtype=object)}}
+    given: list[dict[str, Any]] = [
+        {"messages": messages},
+        {"prompt": "x", "params": choice},
+        {"prompt": "x", "params": "null"},
+        {"prompt": "x", "params": "[1]"},
+        {"prompt": "x", "params": "[" * 100_000},
+    ]
+
+    async def answers() -> list[str]:
+        return [(await generate._row(row))["error"] for row in given]
+
+    errors = asyncio.run(answers())
+    assert errors[:3] == ["", "", ""]
+    assert errors[3] == "params must be an object, not [1]"
+    assert "recursion" in errors[4]
+
+
 class Stub:
     """An engine that answers 16 rows in 10 ms."""
 
