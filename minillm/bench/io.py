@@ -37,7 +37,10 @@ def _cases(name: str, value: Any) -> tuple[Case, ...]:
 @dataclass(frozen=True)
 class IoOptions(ModelOptions):
     cases: Any = custom(  # noqa: RUF009
-        _CASES, _cases, metavar="IN:OUT:REQUESTS,…", help="tokens of each prompt and answer, and number of requests"
+        None,
+        _cases,
+        metavar="IN:OUT:REQUESTS,…",
+        help=f"tokens of each prompt and answer, and number of requests (default: {_CASES})",
     )
 
 
@@ -63,7 +66,7 @@ def measure(subject: Subject, options: IoOptions) -> Iterator[IoResult]:
     """
     llm, rng = subject.llm, random.Random(0)
     vocab = llm.engine.runner.model.config.vocab_size
-    for input_len, output_len, count in options.cases:
+    for input_len, output_len, count in options.cases or _cases("cases", _CASES):
 
         def run(requests: int, tokens: int, length: int = input_len) -> float:
             return _seconds(llm, [[rng.randrange(vocab) for _ in range(length)] for _ in range(requests)], tokens)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from minillm.bench import io
 from minillm.bench.io import IoOptions, measure
 from minillm.bench.table import Subject
 from minillm.errors import UsageError
@@ -35,3 +36,9 @@ def test_each_case_is_a_row(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_other_cases_are_refused(cases: str) -> None:
     with pytest.raises(UsageError, match="IN:OUT:REQUESTS"):
         IoOptions(cases=cases)
+
+
+def test_the_default_cases_are_run(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "_CASES", "6:2:1")
+    [only] = measure(Subject(LLM(str(tiny_model), device="cpu", num_blocks=64), "tiny", "io"), IoOptions())
+    assert (only.input_len, only.output_len, only.num_requests) == (6, 2, 1)
