@@ -207,3 +207,12 @@ async def test_a_chosen_beam_is_found_where_it_has_gone() -> None:
     await case.take(BeamsChanged(case.name, later))
     assert case.run.chosen == 2
     assert [each.finish_reason for each in case.answer.candidates] == ["stop"] * 3
+
+
+async def test_each_beam_keeps_the_reason_of_its_end() -> None:
+    case = Case("one", num_candidates=2)
+    ended = [Finished(case.name, index, "length", 4, 1.0, 8) for index in (0, 1)]
+    views = [BeamView(text, -0.1, -1.0, 4, True) for text in ("a", "b")]
+    assert await case.take(BeamsChanged(case.name, views), ended[0]) is None
+    assert await case.take(ended[1]) == Ending("stop")
+    assert [each.finish_reason for each in case.answer.candidates] == ["length", "length"]

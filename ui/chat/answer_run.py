@@ -44,6 +44,7 @@ class AnswerRun:
     _num_before: int = 0  # for a continuation: the number of tokens in the text so far
     _to_accept: tuple[int, str] | None = None  # index and text of the candidate to accept when the answer has ended
     _first_token_at: float = 0.0
+    _num_ended: int = 0  # number of candidates with a `Finished` event
 
     def __post_init__(self) -> None:
         self._num_dropped = self.conversation.num_dropped  # number of turns that were dropped before this answer
@@ -173,8 +174,10 @@ class AnswerRun:
             answer.num_guessed_tokens += event.num_guessed_tokens
             return Ending(event.finish_reason)
         answer.candidates[event.index].finish_reason = event.finish_reason
-        reasons = [candidate.finish_reason for candidate in answer.candidates]
-        return Ending("abort" if "abort" in reasons else "stop") if all(reasons) else None
+        self._num_ended += 1
+        if self._num_ended < len(answer.candidates):
+            return None
+        return Ending("abort" if any(each.finish_reason == "abort" for each in answer.candidates) else "stop")
 
     def _ask_without_oldest(self, event: messages.ContextFull) -> Ending | None:
         """Ask again without the oldest turns, because the context is full.
