@@ -63,6 +63,16 @@ def test_a_withdrawn_branch_shows_the_one_beside_it() -> None:
     assert shown(conversation) == ["a", "b"]
 
 
+def test_a_withdrawn_branch_shows_the_one_that_was_visible() -> None:
+    conversation = Conversation()
+    first = said(conversation, "a", "A")
+    conversation.ask("a2", instead_of=first)
+    conversation.switch(first, 0)
+    conversation.ask("a3", instead_of=first)
+    assert conversation.withdraw() == "a3"
+    assert shown(conversation) == ["a"]
+
+
 def test_the_oldest_half_is_dropped_from_what_the_model_is_told() -> None:
     conversation = Conversation()
     for number in range(6):

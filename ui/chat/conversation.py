@@ -149,6 +149,8 @@ class Conversation:
     copy_id: str = ""  # the file's id, if another program has changed the file with the id ``conversation_id``
     file_version: tuple[int, ...] | None = None  # version of the file when it was last read or written
     choice: Choice | None = field(default=None, compare=False)  # the last candidate accepted; not saved
+    # The last turn that was asked, and the leaf before it; not saved.
+    _asked: tuple[Turn, Turn | None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def file_id(self) -> str:
@@ -222,6 +224,7 @@ class Conversation:
         parent = self.leaf if instead_of is None else instead_of.parent
         turn = Turn(question, Answer(self.new_request_id()), parent)
         self.siblings(turn).append(turn)
+        self._asked = turn, self.leaf
         self.leaf = turn
         return turn.answer
 
@@ -275,7 +278,7 @@ class Conversation:
         return f"{self.conversation_id}-{uuid.uuid4().hex[:8]}"
 
     def withdraw(self) -> str:
-        """Remove the last turn and return its question. If the turn has siblings, show one of the siblings."""
+        """Remove the last turn and return its question. Show the turns that were visible before the question."""
         turn = self.leaf
         assert turn is not None
         siblings = self.siblings(turn)
@@ -283,6 +286,8 @@ class Conversation:
         self.leaf = turn.parent
         if siblings:
             self.switch(siblings[-1], 0)
+        if self._asked is not None and self._asked[0] is turn:
+            self.leaf = self._asked[1]
         return turn.question
 
     @property
