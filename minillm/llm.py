@@ -108,7 +108,8 @@ class LLM:
         Raises:
             MinillmError: a prompt or parameter is invalid; nothing has been generated.
         """
-        found, params = prompt_list(prompts), sampling_params if params is None else params
+        found = prompt_list(prompts)
+        params = sampling_params if params is None else params
         with GenerationBar(len(found), enabled=use_tqdm) as bar:
             outputs = {}
             for index, output in self.as_completed(found, params, raise_errors=True):

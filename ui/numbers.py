@@ -14,8 +14,8 @@ def count(number: int) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Return whether ``int`` accepts ``text``, which consists of digits only."""
-    return text.isdecimal() and len(text) < 100  # by default, Python converts up to 4,300 digits
+    """Return whether ``text`` is a whole number of at most 99 digits, so that ``int`` accepts it."""
+    return text.isdecimal() and len(text) < 100
 
 
 def duration(seconds: float) -> str:

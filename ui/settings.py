@@ -213,7 +213,8 @@ def with_texts(settings: Settings, texts: Mapping[str, str]) -> Settings:
         UsageError: a value is invalid.
     """
     sampling, beams = normalized(_read_fields(SAMPLING_FIELDS, texts, normalized(settings.sampling))), {}
-    sampling = {name: value for name, value in sampling.items() if value != getattr(SamplingParams(), name)}
+    defaults = SamplingParams()
+    sampling = {name: value for name, value in sampling.items() if value != getattr(defaults, name)}
     search = _read_fields(BEAM_FIELDS, texts, settings.beams)
     if search["beam_width"] != 1:  # else sample
         BeamSearchParams(**search)

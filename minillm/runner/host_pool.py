@@ -76,5 +76,5 @@ def host_memory(tensors: Sequence[Tensor], num_blocks: int, *, pinned: bool) -> 
         if not pinned:
             raise
         reason = str(error).partition("\n")[0]
-        warnings.warn(f"host memory for preempted requests cannot be pinned, so it is slower: {reason}", stacklevel=2)
+        warnings.warn(f"host memory for blocks cannot be pinned, so moving them is slower: {reason}", stacklevel=2)
         return host_memory(tensors, num_blocks, pinned=False)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minillm import kernels
+from minillm.runner.host_pool import host_memory
 from minillm.runner.to_host import ToHost
 
 Buffers = list[memoryview]  # one block's bytes, in order
@@ -78,11 +79,7 @@ class PoolBlocks:
         """Return host memory to read ``blocks`` into."""
         if self._on_cpu:
             return Incoming(blocks, [[v[block * n : block * n + n] for v, n in self._views] for block in blocks])
-        shapes = [(len(blocks), *tensor.shape[:2], *tensor.shape[3:]) for tensor in self._tensors]
-        staging = [
-            torch.empty(shape, dtype=tensor.dtype, pin_memory=True)
-            for shape, tensor in zip(shapes, self._tensors, strict=True)
-        ]
+        staging = host_memory(self._tensors, len(blocks), pinned=True)
         arrays = [host.view(torch.uint8).numpy().reshape(len(blocks), -1) for host in staging]
         buffers = [[memoryview(array[number]) for array in arrays] for number in range(len(blocks))]
         return Incoming(blocks, buffers, staging)
