@@ -106,6 +106,7 @@ def test_a_stopped_process_continues_with_one_thread_that_reads() -> None:
             running.output = b""
             running.process.send_signal(signal.SIGCONT)
             running.wait_for("\x1b[?1049h")
+            running.wait_for("\x1b[?2004h")  # until then, the terminal itself may take Ctrl+Q
         wait_until(lambda: sum(1 for _ in tasks.iterdir()) <= before)
         running.type("\x11")
         assert running.end() == 0
