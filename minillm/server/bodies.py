@@ -185,11 +185,6 @@ class _Generation(CommonFields):
         """Return whether each chunk of a stream reports the token usage so far."""
         return self.has_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
-    @property
-    def has_schema(self) -> bool:
-        """Return whether the request's grammar makes the answer JSON."""
-        return any({"json_schema", "json_object"} & form.keys() for form in self.grammar().values())
-
     def grammar(self) -> dict[str, dict[str, Any]]:
         """Return the engine's parameter ``grammar`` by the name of its field; empty for free text. Raises BadField."""
         found = {} if self.structured_outputs is None else self.structured_outputs.forms()
@@ -403,9 +398,13 @@ def _checked(values: dict[str, Any], names: Mapping[str, str] = {}) -> dict[str,
     """
     searches = "beam_width" in values
     values = {name: value for name, value in values.items() if value is not None}
+    if searches and values.get("temperature") == 0:  # vLLM's clients send it: nothing is drawn at random
+        del values["temperature"]
     for name in values:
         if name not in (_SEARCH if searches else _SAMPLING):
-            other = "only without beam_width: beam search does not sample" if searches else "only with beam_width"
+            other = (
+                "not with beam search: it does not sample" if searches else "only with use_beam_search or beam_width"
+            )
             raise BadField(f"{name}: {other}", name)
     if searches and "n" not in values:
         values["n"] = 1

@@ -70,13 +70,13 @@ def _chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: 
     if choice.schemas:
         params["grammar"] = choice.grammar(calls)
     conversation = body.conversation([dict(tool) for tool in choice.tools] or None, options)
-    thinks = not choice.required and bool(calls.tag) and bool(choice.schemas)
+    thinks = bool(calls.tag) and bool(choice.strict) and choice.answer is None
     call = _call(service, tenant, name, body, conversation, params, schemas=choice.schemas, thinks=thinks)
 
     def reader(opened: bool) -> ThoughtReader:
         return ThoughtReader(choice.reader(calls, formats), opened=opened)
 
-    grammar = "tools" if choice.schemas else _grammar_field(body)
+    grammar = "tools" if choice.required or choice.strict else _grammar_field(body)
     return ChatCall(body, call, reader, {**names, "grammar": names.get(grammar, grammar)})
 
 

@@ -20,7 +20,7 @@ import secrets
 from collections.abc import Callable, Collection
 
 from minillm.server.parsers.call_formats import Calls, Scanner, Tools, json_calls, named_call, python_calls, xml_call
-from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
+from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, PlainReader, Reader, TextPart
 from minillm.text.stop import overlap
 
 _TAG, _CLOSE, _FUNCTION, _MISTRAL, _FENCE = "<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]", "```"
@@ -375,6 +375,33 @@ class ForcedReader:
 
     def finish(self) -> list[Part]:
         return []
+
+
+class CallsOrTextReader:
+    """Reads an answer that a grammar of `tool_choice.py` makes either calls alone, or text without calls.
+
+    Args:
+        heads: an answer that consists of calls begins with one of these texts.
+    """
+
+    def __init__(self, heads: tuple[str, ...]) -> None:
+        self._heads, self._buffer = heads, ""
+        self._reader: Reader | None = None  # None until the kind of answer is known
+
+    def push(self, text: str) -> list[Part]:
+        if self._reader is None:
+            self._buffer += text
+            if self._buffer.startswith(self._heads):
+                self._reader = ForcedReader()
+            elif any(head.startswith(self._buffer) for head in self._heads):
+                return []
+            else:
+                self._reader = PlainReader()
+            text = self._buffer
+        return self._reader.push(text)
+
+    def finish(self) -> list[Part]:
+        return PlainReader().push(self._buffer) if self._reader is None else self._reader.finish()
 
 
 def call_id() -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from minillm.errors import UsageError
 from minillm.server.bodies import BadField, ChatBody
 from minillm.server.parsers.parts import PlainReader, Reader
-from minillm.server.parsers.tool_calls import FORMATS, NAMED, CallReader, ForcedReader
+from minillm.server.parsers.tool_calls import FORMATS, NAMED, CallReader, CallsOrTextReader, ForcedReader
 from minillm.text.reasoning import OPEN
 from minillm.text.tools import knows_tools, plain_tools
 
@@ -38,7 +39,15 @@ class CallForm:
         """Return the formats for a `CallReader` that should find only calls in this form."""
         return frozenset((self.tag or "json",))
 
+    def head(self, name: str) -> list[str]:
+        """Return the text before the arguments of a call of the tool ``name``, divided into JSON's symbols.
 
+        As one terminal of a grammar, the text would exclude all other objects: llguidance takes the longest terminal.
+        """
+        return ["{", '"name"', ":", " ", json.dumps(name), ",", " ", f'"{self.arguments}"', ":", " "]
+
+
+_ANSWER = "the answer"  # no tool has this name, because names have no spaces
 _ANY = {"type": "object"}
 _UNTAGGED = rf"[{{\[]|<\|python_tag\|>|{OPEN}"  # beginnings of an answer after which a reader may find calls
 _HERMES = CallForm(("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"), tag="<tool_call>")
@@ -84,15 +93,14 @@ class ToolChoice:
         required: the answer must call one of these tools. If this is empty, the answer need not call any tool.
         most: maximum number of calls in the answer.
         strict: names of tools. If the answer calls one of them, the arguments must follow the tool's schema.
-        has_schema: the answer must follow a JSON schema of the request. It is then never parsed as a tool call, even if
-            it looks like one.
+        answer: the JSON schema of an answer that does not call a tool. None: such an answer is free text.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
     required: tuple[Mapping[str, Any], ...] = ()
     most: int = _MOST_CALLS
     strict: frozenset[str] = frozenset()
-    has_schema: bool = False
+    answer: Any = None
 
     def reader(self, form: CallForm, formats: Collection[str]) -> Reader:
         """Return a reader that finds the calls in an answer.
@@ -103,29 +111,38 @@ class ToolChoice:
         if self.required:
             return ForcedReader()
         tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
-        if not tools or self.has_schema:
+        if not tools:
             return PlainReader()
+        if self.answer is not None:
+            return CallsOrTextReader(tuple(form.delimiters[0] + "".join(form.head(name)) for name in tools))
         return CallReader(tools, self.most, form.formats if self.strict else formats)
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """Return the schemas that arguments must follow, by tool name; empty if the answer needs no grammar."""
-        if self.has_schema or not (self.required or self.strict):
+        """Return the schemas that arguments must follow, by tool name, and last the `answer` if there is one.
+
+        Empty if the answer needs no grammar for calls.
+        """
+        if not (self.required or self.strict or self.answer is not None):
             return {}
         functions = [tool["function"] for tool in self.required or self.tools]
         enforced = {each["name"] for each in functions} if self.required else self.strict
-        return {each["name"]: _schema(each["parameters"]) if each["name"] in enforced else _ANY for each in functions}
+        found = {each["name"]: _schema(each["parameters"]) if each["name"] in enforced else _ANY for each in functions}
+        return found if self.answer is None else {**found, _ANSWER: self.answer}
 
     def grammar(self, form: CallForm) -> dict[str, Any]:
         """Return the parameter ``grammar`` for the answer. It enforces required calls, and the format of all calls.
 
         The caller must add the rules ``arguments_0``, ``arguments_1`` and so on, one for each of the `schemas`.
         """
-        lines = _answer(form, self.most) if not self.required else [f"start: {_calls(form, self.most)}"]
-        lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(self.schemas)))}")
-        for number, name in enumerate(self.schemas):
-            head = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": ')
-            lines.append(f'call_{number}: {head} arguments_{number} "}}"')
+        names = [tool["function"]["name"] for tool in self.required or self.tools]
+        if self.answer is not None:
+            lines = [f"start: {_calls(form, self.most)} | arguments_{len(names)}"]
+        else:
+            lines = [f"start: {_calls(form, self.most)}"] if self.required else _answer(form, self.most)
+        lines.append(f"call: {' | '.join(f'call_{number}' for number in range(len(names)))}")
+        for number, name in enumerate(names):
+            lines.append(f'call_{number}: {" ".join(map(json.dumps, form.head(name)))} arguments_{number} "}}"')
         return {"lark": "\n".join(lines)}
 
 
@@ -171,6 +188,17 @@ def shown_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
         raise BadField(str(error), "tools") from None
 
 
+def _answer_schema(body: ChatBody) -> Any:
+    """Return the JSON schema that the answer must follow. Return None without such a schema."""
+    for form in body.grammar().values():
+        if "json_object" in form:
+            return _ANY
+        schema = form.get("json_schema")
+        with suppress(ValueError, RecursionError):  # the engine process reports an invalid schema
+            return json.loads(schema) if isinstance(schema, str) else schema
+    return None
+
+
 def choice_of(body: ChatBody) -> ToolChoice:
     """Return the tools of a request, and whether the answer must call them.
 
@@ -187,10 +215,11 @@ def choice_of(body: ChatBody) -> ToolChoice:
         raise BadField("tool_choice: there are no tools; give tools as well", "tool_choice")
     if wanted in (None, "auto"):
         strict = frozenset(name for name in map(_strict_name, body.tools or ()) if name)
-        if strict and body.grammar() and not body.has_schema:
+        answer = _answer_schema(body)
+        if strict and body.grammar() and answer is None:
             raise BadField("tools: a strict tool has its own grammar; leave the other grammar or strict out", "tools")
-        return ToolChoice(tools, most=most, strict=strict, has_schema=body.has_schema)
-    if body.grammar():
+        return ToolChoice(tools, most=most, strict=strict, answer=answer)
+    if body.grammar() and body.response_format is None:
         raise BadField("tool_choice: a tool call has its own grammar; leave the other grammar out", "tool_choice")
     if wanted == "required":
         return ToolChoice(tools, tools, most)

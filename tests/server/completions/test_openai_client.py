@@ -100,6 +100,9 @@ def test_beams(client: openai.OpenAI, llm: LLM) -> None:
     ours = llm.beam_search("a b", BeamSearchParams(beam_width=4, n=2, max_tokens=6, length_penalty=0.5))[0]
     assert [choice.text for choice in answer.choices] == [each.text for each in ours.outputs]
     assert answer.choices[0].score == pytest.approx(ours.outputs[0].score, abs=1e-4)
+    body = {"use_beam_search": True, "best_of": 4, "length_penalty": 0.5}
+    same = client.completions.create(model="tiny", prompt="a b", max_tokens=6, n=2, temperature=0, extra_body=body)
+    assert [choice.text for choice in same.choices] == [choice.text for choice in answer.choices]
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -169,12 +169,43 @@ def test_a_strict_tool_may_be_called_or_not(client: openai.OpenAI) -> None:
     tools = [tool("weather", SCHEMA, strict=True), TOOLS[1]]
     for choice in create(client, tools=tools, n=3, max_tokens=20).choices:
         assert choice.message.content or choice.message.tool_calls
+
+
+def begins_with(server: Server, text: str) -> dict[str, int]:
+    """A bias with which an answer begins with this character, if a grammar allows it."""
+    [token_id] = httpx.post(f"{server.url}/tokenize", json={"prompt": text}).json()["tokens"][-1:]
+    return {str(token_id): 100}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_answer_follows_its_schema_or_calls_a_tool(client: openai.OpenAI, server: Server, strict: bool) -> None:
+    """Cover agents whose final answer has a type, and which call tools before."""
+    tools = [tool("weather", SCHEMA, strict=strict), TOOLS[1]]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": {"a": "<tool_call>"}}}}
+    fields: Any = {"tools": tools, "response_format": form, "temperature": 0}
+    [choice] = create(client, **fields, logit_bias=begins_with(server, "{")).choices
+    assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
+    assert json.loads(choice.message.content) == {"a": "<tool_call>"}
+    fields["logit_bias"] = begins_with(server, "<")
+    [choice] = create(client, **fields, parallel_tool_calls=False).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [call] = choice.message.tool_calls
+    if strict and call.function.name == "weather":
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    streamed = [chunk.choices[0].delta for chunk in create(client, **fields, parallel_tool_calls=False, stream=True)]
+    pieces = [each.function.arguments for delta in streamed for each in delta.tool_calls or ()]
+    assert "".join(pieces) == call.function.arguments
+    assert not any(delta.content for delta in streamed)
+
+
+def test_a_call_that_must_be_leaves_the_schema_of_answers_out(client: openai.OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 3}}}
-    [choice] = create(client, tools=tools, response_format=form).choices
-    assert choice.message.content == "3"
+    [choice] = create(client, tool_choice=NAMED, response_format=form).choices
+    [call] = choice.message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
 
 
-def test_an_answer_of_a_schema_is_no_call(client: openai.OpenAI) -> None:
+def test_an_answer_of_a_schema_is_no_call(client: openai.OpenAI, server: Server) -> None:
     for properties in ({"name": "clock", "arguments": {}}, {"name": "clock", "age": 3}):
         schema = {
             "type": "object",
@@ -183,7 +214,7 @@ def test_an_answer_of_a_schema_is_no_call(client: openai.OpenAI) -> None:
             "additionalProperties": False,
         }
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        [choice] = create(client, response_format=form).choices
+        [choice] = create(client, response_format=form, logit_bias=begins_with(server, "{")).choices
         assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
         assert json.loads(choice.message.content) == properties
 
@@ -229,7 +260,9 @@ def test_tools_are_part_of_the_prompt(client: openai.OpenAI, server: Server) -> 
         ({"tool_choice": {"type": "function", "function": {"name": "w"}}}, "tool_choice", "there is no tool 'w'"),
         ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", "must be none"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "there are no tools"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "other grammar"),
+        ({"tool_choice": "required", "extra_body": {"guided_choice": ["x"]}}, "tool_choice", "other grammar"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": NOTHING}}},
+            "response_format", "response_format: the answer: the JSON schema"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
             "type": "object", "properties": {"a": {"type": "nothing"}}}}}]}, "tools", "tools: f: the JSON schema"),
         ({"tool_choice": "required", "tools": [*TOOLS, tool("bad", NOTHING)]}, "tools", "tools: bad: the JSON schema"),

@@ -208,6 +208,35 @@ def test_a_strict_call_is_what_the_schema_allows_in_an_answer_that_is_free(form:
         assert calls or said == text
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_an_answer_is_calls_alone_or_what_the_schema_allows(form: CallForm) -> None:
+    import llguidance
+
+    choice = ToolChoice(tuple(TOOLS), strict=frozenset({"f"}), most=2, answer={"type": ["array", "object", "string"]})
+    grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
+    assert isinstance(grammar, Grammar)
+    before, _, after = form.delimiters
+    call = f'{before}{{"name": "f", "{form.arguments}": {{"n": 3}}}}{after}'
+    texts = [
+        '{"a": "<tool_call>"}',
+        json.dumps(call),
+        '{"name": "f"}',
+        "[",
+        '[{"a": 1}]',
+        '{"name": "h", "arguments": {}}',
+    ]
+    bytes_of = llguidance.LLTokenizer("byte")
+    for text in (call, *texts, f"Hm. {call}"):
+        matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(grammar.source))
+        ids = bytes_of.tokenize_str(text)
+        complete = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert complete == (text not in ("[", f"Hm. {call}")), text
+    for text in (call, *texts):
+        for cuts in ([], list(range(len(text)))):
+            said, calls = together(read(choice.reader(form, FORMATS), text, cuts))
+            assert (said, calls) == (("", [("f", {"n": 3})]) if text == call else (text, []))
+
+
 @example(["<think>", "</think>", '{"name": "f", "', "parameters", '": {"m": 3', "}}"], FORMS["llama"])
 @example(["<|python_tag|>", '{"name": "f", "', "parameters", '": {"m": 3', "}}"], FORMS["llama"])
 @given(st.lists(st.sampled_from([
