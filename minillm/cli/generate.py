@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace, *, for_chat: bool = False) -> int:
     output = _output(arguments) if arguments.output is not None else None
     if output is not None:
         failed = check_output(output, name, len(requests), overwrite=arguments.force)
+        PartFile(output, name).discard_merged()
         if failed is not None:
-            PartFile(output, name).discard_merged(len(requests))
             say(f"{output} is finished: {_prompts(len(requests))}, {failed} failed; --force computes all again")
             return 1 if failed else 0
     with _engines(task, arguments, for_chat=for_chat) as source:

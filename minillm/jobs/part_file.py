@@ -10,6 +10,7 @@ import fcntl
 import os
 from collections.abc import Collection, Mapping
 from contextlib import closing, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,13 +135,15 @@ class PartFile:
         self._path.unlink()
         return sum(line.failed for line in lines)
 
-    def discard_merged(self, total: int) -> None:
-        """Delete the part file if it has all ``total`` answers: a run was killed after it had merged them."""
-        if self._path.exists():
+    def discard_merged(self) -> None:
+        """Delete the part file if the output has its answers: a run was killed after it had merged them."""
+        if self._path.exists() and self.output.exists():
             with suppress(MinillmError), closing(self):  # of another run, or of other requests
                 self.open()
-                if len(self._lines) == total:
-                    self._path.unlink()
+                with suppress(OSError), open_regular(self.output) as merged:
+                    lines = (os.pread(self._stream, line.length, line.begin) for _, line in sorted(self._lines.items()))
+                    if self._lines and all(one == other for one, other in zip_longest(merged, lines)):
+                        self._path.unlink()
 
     def _note(self, value: Mapping[str, Any], length: int) -> None:
         """Note the next line of the file. An answer replaces an earlier one only if the request failed before.

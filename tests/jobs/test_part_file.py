@@ -126,6 +126,11 @@ def test_a_part_that_was_merged_is_deleted_by_the_next_run(
     part.write_text("".join(lines))
     assert main(command(tiny_model, source, output)) == 1
     assert not part.exists()
+    part.write_text("".join(lines))
+    before = output.read_text().splitlines()
+    assert main([*command(tiny_model, source, output), "--force"]) == 1
+    assert output.read_text().splitlines()[0] != before[0], "times are those of the killed run"
+    assert not part.exists()
 
 
 def _stopped(llm: Any, take: Any, refuse: Any) -> Any:
