@@ -6,7 +6,6 @@ partial files when it is interrupted. Files in the client's own cache are linked
 
 import hashlib
 import io
-import logging
 import os
 import re
 import socket
@@ -86,6 +85,7 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
     try:
         import huggingface_hub
         from huggingface_hub import constants
+        from huggingface_hub.utils.logging import set_verbosity_error  # its import sets the level of warnings
 
         if constants.HF_HUB_OFFLINE:
             raise DownloadError("the hub client is set to offline (HF_HUB_OFFLINE)")
@@ -93,7 +93,7 @@ def download(source: HubSource, partial: Path, on_progress: OnProgress) -> tuple
             raise DownloadError(f"no connection to {clean_line(urlsplit(constants.ENDPOINT).hostname or '', 80)}")
     except ValueError as error:
         raise DownloadError(f"the hub client's environment (HTTPS_PROXY, HF_ENDPOINT, …) is wrong: {error}") from None
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    set_verbosity_error()
     with _hub_errors(source):
         info = huggingface_hub.HfApi().model_info(source.hub, revision=source.revision, files_metadata=True, timeout=10)
         if not _COMMIT.fullmatch(commit := str(info.sha)):

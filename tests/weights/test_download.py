@@ -170,6 +170,17 @@ def test_an_interrupted_download_goes_on_where_it_stopped(server: FakeHub, monke
     assert leftovers() == []
 
 
+def test_the_hub_client_prints_nothing(server: FakeHub) -> None:
+    """In a process of its own, since the client sets its log level when its modules are imported."""
+    server.cut_after, server.dead_after_cuts = 200_000, 1
+    script = "from minillm.weights.resolve import resolve; resolve('org/model')"
+    environment = {**os.environ, "HF_ENDPOINT": server.endpoint}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "run the command again to continue" in done.stderr
+    assert "Error while downloading" not in done.stderr
+
+
 def test_a_new_commit_does_not_go_on_with_the_old_ones_bytes(server: FakeHub) -> None:
     partial = models_dir() / "tiny.partial"
     partial.mkdir(parents=True)
