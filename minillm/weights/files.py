@@ -53,15 +53,21 @@ def models_dir() -> Path:
 def _home(name: str, ending: str = "") -> Path:
     """Return the directory of a downloaded model.
 
-    ``org/name`` is stored as ``org--name``. This is unambiguous, because names never contain two dashes in a row.
+    ``org/name`` is stored as ``org--name``. A dash of the name that is next to a slash or another dash is stored as
+    ``%``, which names never contain. So two names never share a directory, and `_name_of` can restore the name.
     """
-    return models_dir() / (name.replace("/", "--") + ending)
+    return models_dir() / (re.sub("-(?=[-/])|(?<=[-/])-", "%", name).replace("/", "--") + ending)
+
+
+def _name_of(home: str) -> str:
+    """Return the name of the model that is stored in the directory ``home``."""
+    return home.replace("--", "/").replace("%", "-")
 
 
 def downloaded() -> list[ModelFiles]:
     """Return all downloaded models, sorted by name."""
     homes = [record.parent.name for record in sorted(models_dir().glob(f"*/{RECORD}"))]
-    found = [find_downloaded(home.replace("--", "/")) for home in homes if not home.endswith(".partial")]
+    found = [find_downloaded(_name_of(home)) for home in homes if not home.endswith(".partial")]
     return [files for files in found if files is not None]
 
 

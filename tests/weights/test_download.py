@@ -200,6 +200,14 @@ def test_wrong_bytes_are_refused_and_not_kept(server: FakeHub) -> None:
     assert pull().path.is_dir()
 
 
+def test_revisions_with_slashes_and_dashes_are_different_models(server: FakeHub) -> None:
+    names = [f"org/model@{revision}" for revision in ("a/b", "a--b", "a-/b", "a/-b", "a---b", "a//b")]
+    for name in names:
+        assert find_downloaded(name) is None
+        resolve(name)
+    assert sorted(each.name for each in downloaded()) == sorted(names)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
