@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     }  # fmt: skip
     config = EngineConfig(**{**options, **{name: value for name, value in given.items() if value is not None}})
     memory, bandwidth = parse_bytes("--memory", arguments.memory), parse_bytes("--bandwidth", arguments.bandwidth, "/s")
-    groups = _models(arguments.model)
+    name = arguments.model or None  # empty, as with an unset variable: as without a name
+    groups = _models(name)
     draft = None if config.draft is None else _draft(config.draft)
     machine = _machine(config, memory, bandwidth)
     if draft is not None:
@@ -88,10 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     print(machine.about)
     _show(tables, machine)
-    if arguments.model is not None:
+    if name is not None:
         for faster in _faster(tables[0]):
             print(f"with {rate(faster.tokens_per_second)} tokens/s: {faster.model.command}")
-        print(_advice(tables[0], machine, arguments.model))
+        print(_advice(tables[0], machine, name))
     return 0
 
 

@@ -58,6 +58,7 @@ def test_every_form_of_the_manifest_is_a_row(run: Run) -> None:
     found = rows(run)
     assert {"smollm2-135m", "llama-3.1-8b", "llama-3.1-8b:q4_k_m", "mistral-7b-v0.3:q8_0"} <= set(found)
     assert sum(row["name"].startswith("llama-3.1-8b") for row in found.values()) == 4
+    assert rows(run, "") == found, "an empty name, as with an unset variable, is none"
     best = {name for name, row in found.items() if row["best"]}
     assert {"smollm2-135m", "llama-3.1-8b:q4_k_m"} <= best
     assert "llama-3.2-1b" not in best, "below the speed at which a person reads"
