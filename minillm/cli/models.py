@@ -68,8 +68,9 @@ def show(arguments: argparse.Namespace) -> int:
     if isinstance(found, ModelEntry):
         facts = {**_row(found, None), "source": ", or ".join(map(describe, found.sources))}
     else:
+        details = _details(found)  # first: it rejects a directory without a model before all its files are counted
         facts = _row(manifest.entry(name) or ModelEntry.unlisted(name), found)
-        facts |= {key: value for key, value in _details(found).items() if value}
+        facts |= {key: value for key, value in details.items() if value}
     listed = manifest.entry(name)
     if listed is not None and listed.forms:
         facts["forms"] = {form.form: form.size for form in listed.all_forms()}

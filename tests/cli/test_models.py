@@ -94,6 +94,14 @@ def test_a_downloaded_model_is_shown_listed_verified_and_removed(run: Run, tiny_
     assert run("rm", "org/tiny")[0] == 2
 
 
+def test_files_of_a_directory_without_a_model_are_not_counted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(path: Path) -> int:
+        raise AssertionError(f"all files below {path} are counted")
+
+    monkeypatch.setattr("minillm.cli.models.size_on_disk", counted)
+    assert "/config.json is missing" in run("show", "/")[2]
+
+
 def test_a_directory_and_a_model_that_is_not_here_are_shown(run: Run, tiny_model: Path) -> None:
     code, out, _ = run("show", str(tiny_model))
     assert code == 0
