@@ -17,9 +17,9 @@ from minillm.text.safe import clean_line
 def run(arguments: argparse.Namespace) -> int:
     """Carry out the action that the command line names, such as ``trim``. Return the exit code."""
     action, root = arguments.action, files.blocks_dir()
-    limit = parse_bytes("cache trim", arguments.size)
-    if (limit is None) == (action == "trim"):
+    if (arguments.size is None) == (action == "trim"):
         raise UsageError("`minillm cache trim SIZE` needs a size, such as 5GB; other actions have none")
+    limit = parse_bytes("cache trim", arguments.size)
     if action == "list":
         return _list(root, as_json=arguments.json)
     before = files.bytes_of(files.listed(root))

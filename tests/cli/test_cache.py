@@ -72,6 +72,7 @@ def test_blocks_are_trimmed_to_a_size_and_cleared(run: Run, tmp_path: Path) -> N
     [
         (("trim",), "needs a size"),
         (("clear", "5GB"), "other actions have none"),
+        (("clear", "all"), "other actions have none"),
         (("trim", "lots"), "must be a size"),
         (("trun",), "known: list, verify, trim, clear"),
     ],
