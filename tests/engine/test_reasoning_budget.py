@@ -19,6 +19,7 @@ from minillm import LLM, BeamSearchParams, Grammar, SamplingParams
 from minillm.errors import UsageError
 from minillm.model.llama import Llama
 from minillm.outputs import CompletionOutput, RequestOutput
+from minillm.text.reasoning import LeadingReasoning
 from minillm.text.reasoning_budget import CLOSED, CLOSING, ReasoningTags, reasoning
 from minillm.text.tokenizer import Tokenizer
 
@@ -79,6 +80,15 @@ def random_runs(parts: tuple[Llama, Tokenizer], seed: int, count: int, **way: An
     outputs = run(running, [(prompt, params) for prompt, params, _ in requests])
     assert (running.scheduler.preemption.count > 0) == ("admission" in way)
     return check_outputs(tokenizer, requests, outputs)
+
+
+def test_the_limit_and_the_server_see_a_thought_after_the_same_white_space(parts: tuple[Llama, Tokenizer]) -> None:
+    tags = ReasoningTags.of(parts[1])
+    assert tags is not None
+    for space in filter(str.isspace, map(chr, range(0x3001))):
+        text = f"{space}<think>a"
+        count = reasoning(tags, ids_of(parts[1], text), is_open=False).count
+        assert LeadingReasoning(inside=False).push(text) == [(count > 0, "a" if count else text)], ascii(space)
 
 
 @pytest.mark.parametrize("way", WAYS)
