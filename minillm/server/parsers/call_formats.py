@@ -178,13 +178,25 @@ def xml_call(name: str, body: str, tools: Tools) -> tuple[str, str] | None:
 
 def _value(text: str, schema: Any) -> Any:
     text = text.removeprefix("\n").removesuffix("\n")
-    schema = schema if isinstance(schema, Mapping) else {"type": "string"}
-    if schema.get("type") == "string" or ("enum" in schema and text in schema["enum"]):
+    types = _types(schema) if isinstance(schema, Mapping) else ["string"]
+    if types == ["string"] or (isinstance(schema, Mapping) and text in _list(schema.get("enum"))):
         return text
     word = text.strip()
     try:
         value = _WORDS[word] if word in _WORDS else parse_strict_json(word)
     except ValueError:
         return text
-    may_be_text = "string" in schema.get("type", ()) and value is not None
-    return text if may_be_text else value
+    kind = {dict: "object", list: "array", type(None): "null"}.get(type(value))
+    return text if "string" in types and kind not in types else value
+
+
+def _types(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the JSON types that a schema names, also in ``anyOf`` and ``oneOf``; empty if it names none."""
+    own = schema.get("type")
+    found = [own] if isinstance(own, str) else _list(own)
+    branches = [*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))]
+    return [*found, *(each for branch in branches if isinstance(branch, Mapping) for each in _types(branch))]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

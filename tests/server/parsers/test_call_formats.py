@@ -197,11 +197,14 @@ def test_no_python_is_run(tmp_path: Path) -> None:
 
 
 def test_values_of_xml_have_the_types_of_the_schema() -> None:
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}  # pydantic's schema of an optional text
+    either = {"anyOf": [{"type": "string"}, {"type": "array"}]}
     for text, schema, value in (
         ("5", {"type": "string"}, "5"), ("5", {"type": "integer"}, 5), ("5", {}, 5), ("5", None, "5"), ("x", {}, "x"),
         ("{\"a\": 1}", {"type": "object"}, {"a": 1}), ("NaN", {"type": "number"}, "NaN"), ("1e999", {}, "1e999"),
         ("null", {"type": ["string", "null"]}, None), ("5", {"type": ["string", "null"]}, "5"),
-        ("", {"type": "string"}, ""),
+        ("", {"type": "string"}, ""), ("5", optional, "5"), ("null", optional, None), ("[1]", either, [1]),
+        ("5", {"oneOf": [{"type": "integer"}, {"type": "null"}]}, 5), ("5", {"type": None, "enum": None}, 5),
     ):  # fmt: skip
         call = xml_call("f", f"<parameter=a>\n{text}\n</parameter>", {"f": {"properties": {"a": schema}}})
         assert call is not None
