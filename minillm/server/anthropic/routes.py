@@ -17,6 +17,7 @@ from minillm.server.anthropic.answers import MessageWriter
 from minillm.server.bodies import BadField, ChatBody, SharedFields
 from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens
 from minillm.server.generating import GeneratedResponse
+from minillm.server.parsers.tool_choice import earlier_call
 from minillm.server.service import Service, json_response
 from minillm.text.reasoning import CLOSE
 
@@ -172,10 +173,12 @@ def _add(found: list[Json], role: str, block: Mapping[str, Any], where: str) -> 
         thought = _text(block, "thinking", where)
         message["reasoning_content"] = "\n".join(filter(None, (message.get("reasoning_content"), thought)))
     elif kind == "tool_use":
-        function = {"name": _text(block, "name", where), "arguments": block.get("input")}
-        if not isinstance(function["arguments"], Mapping):
-            raise BadField(f"{where}: input must be an object, not {shown(function['arguments'])}", "messages")
-        call = {"id": _text(block, "id", where), "type": "function", "function": function}
+        arguments = block.get("input")
+        if not isinstance(arguments, Mapping):
+            raise BadField(f"{where}: input must be an object, not {shown(arguments)}", "messages")
+        call = earlier_call(
+            _text(block, "id", where), _text(block, "name", where), arguments, where, "input", "messages"
+        )
         message.setdefault("tool_calls", []).append(call)
 
 

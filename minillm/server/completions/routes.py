@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -52,9 +53,9 @@ def chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: M
     except BadField as error:
         field = names.get(error.field, error.field)
         text = str(error).replace(error.field, field, 1)
-        if names:  # a tool of the other APIs is the function itself
-            text = text.replace("].function.parameters", f"].{names.get('parameters', 'parameters')}")
-            text = text.replace("].function.", "].")
+        if names and (tool := re.match(r"(tools\[\d+\])\.function(\.parameters)?", text)):
+            own = f".{names.get('parameters', 'parameters')}" if tool[2] else ""
+            text = f"{tool[1]}{own}{text[tool.end() :]}"  # a tool of the other APIs is the function itself
         raise BadField(text, field) from None
 
 

@@ -13,7 +13,7 @@ from minillm.server.bodies import BadField, ChatBody
 from minillm.server.parsers.parts import PlainReader, Reader
 from minillm.server.parsers.tool_calls import FORMATS, NAMED, CallReader, CallsOrTextReader, ForcedReader
 from minillm.text.reasoning import OPEN
-from minillm.text.tools import knows_tools, plain_tools
+from minillm.text.tools import knows_tools, plain_calls, plain_tools
 
 _MOST_CALLS = 16  # maximum number of calls in an answer
 
@@ -197,6 +197,24 @@ def _answer_schema(body: ChatBody) -> Any:
         with suppress(ValueError, RecursionError):  # the engine process reports an invalid schema
             return json.loads(schema) if isinstance(schema, str) else schema
     return None
+
+
+def earlier_call(call_id: str, name: str, arguments: Any, where: str, key: str, field: str) -> dict[str, Any]:
+    """Return a tool call of an earlier answer in the format of a chat request. Raises BadField if it is not valid.
+
+    Args:
+        where: the place of the call in the request.
+        key: the name of the arguments there.
+        field: the field of the request that contains the call.
+    """
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    try:
+        plain_calls([call])
+    except UsageError as error:
+        text = str(error).removeprefix("tool_calls[0].function.")
+        text = f"{key}{text.removeprefix('arguments')}" if text.startswith("arguments") else text
+        raise BadField(f"{where}.{text}", field) from None
+    return call
 
 
 def choice_of(body: ChatBody) -> ToolChoice:

@@ -14,6 +14,7 @@ from minillm.checks import check_names, shown
 from minillm.errors import UsageError
 from minillm.server.answers import Json
 from minillm.server.bodies import BadField, ChatBody, CommonFields, Effort, ResponseFormat, SchemaFormat
+from minillm.server.parsers.tool_choice import earlier_call
 
 Summary = Literal["auto", "concise", "detailed"]
 
@@ -190,8 +191,8 @@ def _add(messages: list[Json], item: Json, kind: Any, where: str) -> None:
     if kind == "function_call":
         if last is None:
             messages.append(last := {"role": "assistant", "content": ""})
-        function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
-        call = {"id": _text(item, "call_id", where), "type": "function", "function": function}
+        call_id, name, arguments = (_text(item, key, where) for key in ("call_id", "name", "arguments"))
+        call = earlier_call(call_id, name, arguments, where, "arguments", "input")
         last.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         name, output = _text(item, "call_id", where), _content(item.get("output"), f"{where}.output")

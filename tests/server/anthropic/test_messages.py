@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ CALLS = (
     'I see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bern", "days": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 )
+DEEP: Any = functools.reduce(lambda inner, _: {"a": inner}, range(70), {})
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
@@ -292,6 +294,13 @@ def test_fields_of_anthropics_own_service_are_taken(server: Server, more: dict[s
     assert answer.status_code == 200, answer.text
 
 
+def calling(name: str, arguments: Any) -> Any:
+    """Return a conversation with a call."""
+    call = {"type": "tool_use", "id": "t", "name": name, "input": arguments}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+    return [*USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -307,6 +316,9 @@ def test_fields_of_anthropics_own_service_are_taken(server: Server, more: dict[s
         ({"tools": [{"name": "f"}]}, "tools[0]: input_schema must be"),
         ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema must be"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name must be"),
+        ({"tools": [{"name": "].function.x", "input_schema": {}}]}, "not '].function.x'"),
+        ({"messages": calling("f g", {})}, "messages[1].content[0].name must be 1 to"),
+        ({"messages": calling("f", {"a": DEEP})}, "messages[1].content[0].input is nested deeper"),
         ({"tool_choice": {"type": "any"}}, "tool_choice: there are no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice: name is missing"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: there is no tool 'x'"),

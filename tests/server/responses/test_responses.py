@@ -261,6 +261,12 @@ def test_a_response_belongs_to_its_key(client: openai.OpenAI, server: Server) ->
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", r"content\[0\].*input_image"),
         ({"input": [{"role": "wizard", "content": "x"}]}, "input", r"input\[0\]\.role"),
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": 3}]}, "input", r"input\[0\]\.output"),
+        ({"tools": [{"type": "function", "name": "f", "extra": 1}]}, "tools", r"tools\[0\]: .*extra"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+            "input",
+            r"input\[0\]\.arguments are not JSON",
+        ),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", r"input\[0\]\.call_id"),
         ({"input": [{"role": "user", "content": "x", "wight": 1}]}, "input", "wight"),
         ({"input": [{"id": "msg_1_0"}]}, "input", "no item"),
