@@ -22,6 +22,7 @@ NUM_CORES = len(os.sched_getaffinity(0))
 # each token. By default it has groups for 10, 30 and any number of characters. The groups for fewer characters speed up
 # the last ten characters of bounded strings.
 _RUNS = (1, 2, 3, 4, 5, 6, 8, 10, 15, 30)
+_MOST_FORCED = 2048  # maximum characters to encode of a forced text: a mask has only its first token
 _MARK = "\x02"  # before a text to encode: some tokenizers treat the beginning of a text differently
 
 
@@ -149,4 +150,5 @@ class _Tokens:
         self._encode = lru_cache(4096)(encode)  # forced texts, such as a name and its colon, repeat often
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "surrogateescape"))
+        text = text if isinstance(text, str) else text.decode("utf-8", "surrogateescape")
+        return self._encode(text[:_MOST_FORCED])

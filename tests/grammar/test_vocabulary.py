@@ -163,6 +163,22 @@ def test_spellings_are_all_tokens_that_may_follow() -> None:
     assert [tokens[token_id] for token_id in found] == [b"a", b"ab", b"abc"]
 
 
+def test_only_the_beginning_of_a_long_forced_text_is_encoded() -> None:
+    texts: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        texts.append(text)
+        return [{"a": 1, "b": 2}.get(letter, 0) for letter in text]
+
+    ours = Vocabulary([b"", b"a", b"b"], encode)
+    matcher = Compiler(ours).matcher(Grammar.regex("a{5000}b"))
+    for _ in range(5000):
+        assert allowed(ours, [matcher]) == [{1}]
+        matcher.advance(1)
+    assert allowed(ours, [matcher]) == [{2}]
+    assert max(map(len, texts)) < 3000
+
+
 @pytest.mark.parametrize("least", [0, 3])
 def test_bounded_strings_of_json_are_followed_as_brute_force_would(
     vocabulary: tuple[list[bytes], Vocabulary], least: int
