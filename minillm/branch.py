@@ -15,7 +15,7 @@ from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, RequestOutput
-from minillm.params import MAX_LOGPROBS, SamplingParams
+from minillm.params import MAX_LOGPROBS, Params, SamplingParams, params_list
 from minillm.sequence import Sequence
 
 
@@ -55,7 +55,7 @@ class Branch:
 
         `LLM.sample` continues several branches in one batch.
         """
-        return sample(self._driver, [self], [params or SamplingParams()])[0]
+        return sample(self._driver, [self], params_list(params, 1, SamplingParams))[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:
         """Return the most probable next tokens, best first, as (token id, log-probability). Append nothing."""
@@ -107,15 +107,18 @@ class Branch:
         self.free()
 
 
-def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[SamplingParams]) -> list[CompletionOutput]:
+def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[Params]) -> list[CompletionOutput]:
     """Continue several branches in one batch: append a completion to each, and return the completions."""
-    if any(each.n != 1 for each in params):
+    own = [each for each in params if isinstance(each, SamplingParams)]
+    if len(own) < len(params):
+        raise UsageError("a branch goes on with SamplingParams, not by beam search")
+    if any(each.n != 1 for each in own):
         raise UsageError("a branch goes on with one completion: SamplingParams with n=1; fork it to have several")
-    if any(each.prompt_logprobs is not None for each in params):
+    if any(each.prompt_logprobs is not None for each in own):
         raise UsageError("prompt_logprobs are of a prompt, and a branch has none of its own; use LLM.score")
     completions = []
     eos_token_ids = driver.engine.requests.eos_token_ids
-    for branch, (sequence, output) in zip(branches, _go_on(driver, branches, params), strict=True):
+    for branch, (sequence, output) in zip(branches, _go_on(driver, branches, own), strict=True):
         completion = output.outputs[0]
         end = completion.token_ids[-1:] if completion.finish_reason == "stop" else []
         if end and (end[0] in eos_token_ids or end[0] == completion.stop_reason):

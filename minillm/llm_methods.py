@@ -12,7 +12,6 @@ from minillm.cache import explain_miss as explain_cache_miss
 from minillm.engine import idle_sequences
 from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
-from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams, params_list
 from minillm.sequence import Sequence as TokenSequence
@@ -56,7 +55,7 @@ class PinnedPrefix:
 
 def beam_search(llm: LLMInterface, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
     """Run `generate` with beam search. Each output has the prompt's best beams as completions, best first."""
-    return llm.generate(prompts, params or BeamSearchParams())
+    return llm.generate(prompts, BeamSearchParams() if params is None else params)
 
 
 def describe(llm: LLMInterface) -> str:
@@ -169,10 +168,7 @@ def sample(
 
     ``params`` is one set for all branches, or a list with one set for each. ``n`` must be 1.
     """
-    each = [p for p in params_list(params, len(branches_), llm.default_params) if isinstance(p, SamplingParams)]
-    if len(each) != len(branches_):
-        raise UsageError("a branch goes on with SamplingParams, not by beam search")
-    return branches.sample(llm._driver, branches_, each)
+    return branches.sample(llm._driver, branches_, params_list(params, len(branches_), llm.default_params))
 
 
 def next_logprobs(llm: LLMInterface, branches_: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:

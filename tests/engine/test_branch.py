@@ -130,8 +130,13 @@ def test_misuse_is_explained(llm: LLM) -> None:
     branch = llm.branch("hello")
     with pytest.raises(UsageError, match="n=1"):
         branch.sample(SamplingParams(n=2))
-    with pytest.raises(UsageError, match="n=1"):
+    with pytest.raises(UsageError, match="not by beam search"):
         branch.sample(BeamSearchParams())  # type: ignore[arg-type]
+    for wrong in ([], 3, {}):
+        with pytest.raises(UsageError, match="sampling parameters"):
+            branch.sample(wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="sampling parameters"):
+        llm.beam_search("the", [])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="twice"):
         llm.sample([branch, branch], GREEDY)
     for count in (1000, -2, None, "5"):
