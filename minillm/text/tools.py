@@ -9,11 +9,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from minillm.checks import check_names, shown
 from minillm.errors import UsageError
-from minillm.text.safe import clean_line, parse_strict_json
+from minillm.text.safe import parse_strict_json
 
 MAX_TOOLS = 128
 _MAX_DEPTH = 64  # maximum levels of nesting in a schema and in arguments
@@ -67,7 +68,9 @@ def _plain_tool(tool: Any, where: str) -> dict[str, Any]:
 def plain_calls(calls: Any) -> list[dict[str, Any]]:
     """Return a normalized copy of the tool calls of an assistant message.
 
-    If ``arguments`` are JSON text, they are parsed to an object, as templates expect.
+    If ``arguments`` are text, they are parsed to an object, as templates expect. If the text is not a JSON object, for
+    example because the model reached its limit of tokens, they become ``{"INVALID_JSON": text}``. Source:
+    https://platform.claude.com/docs/en/agents-and-tools/tool-use/fine-grained-tool-streaming
 
     Raises UsageError with the position of the first invalid call.
     """
@@ -87,10 +90,11 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
     _check_keys(function, ("name", "arguments"), where)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = parse_strict_json(arguments or "{}")
-        except ValueError as error:
-            raise UsageError(f"{where}.arguments are not JSON: {clean_line(str(error))}") from None
+        text, arguments = arguments, None
+        with suppress(ValueError):
+            arguments = parse_strict_json(text or "{}")
+        if not isinstance(arguments, Mapping):
+            arguments = {"INVALID_JSON": text}
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
         raise UsageError(f"{where}.arguments must be an object as JSON, not {shown(arguments)}")

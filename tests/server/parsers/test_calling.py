@@ -270,8 +270,7 @@ def test_tools_are_part_of_the_prompt(client: openai.OpenAI, server: Server) -> 
         ({"tools": [tool("strict", SCHEMA, strict=True)], "extra_body": {"guided_choice": ["x"]}}, "tools", "strict"),
         ({"messages": [*MESSAGES, {"role": "assistant", "tool_calls": [{"id": "a"}]}]}, None, r"tool_calls\[0\]"),
         ({"messages": [*MESSAGES, {"role": "user", "content": "x", "tool_calls": []}]}, None, "unknown key"),
-        ({"messages": [*MESSAGES, said('{"a": NaN}')]}, None, "arguments are not JSON: NaN"),
-        ({"messages": [*MESSAGES, said('{"a": 1e400}')]}, None, "arguments are not JSON: 1e400"),
+        ({"messages": [*MESSAGES, said('{"a":' * 70 + "1" + "}" * 70)]}, None, "arguments is nested deeper than 64"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], param: str | None, said: str) -> None:

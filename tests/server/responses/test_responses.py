@@ -33,6 +33,7 @@ SCHEMA = {"type": "object", "properties": {"town": {"enum": ["Bern", "Rome"]}}, 
 TOOLS: Any = [{"type": "function", "name": "weather", "description": "Of a town", "parameters": SCHEMA}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Bern"}}\n</tool_call>'
 SAYS = f"<think>Hm, rain?</think>\n\nI see.\n{CALL}"
+DEEP = '{"a":' * 70 + "1" + "}" * 70
 
 
 @pytest.fixture(scope="module")
@@ -263,9 +264,9 @@ def test_a_response_belongs_to_its_key(client: openai.OpenAI, server: Server) ->
         ({"input": [{"type": "function_call_output", "call_id": "x", "output": 3}]}, "input", r"input\[0\]\.output"),
         ({"tools": [{"type": "function", "name": "f", "extra": 1}]}, "tools", r"tools\[0\]: .*extra"),
         (
-            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]},
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": DEEP}]},
             "input",
-            r"input\[0\]\.arguments are not JSON",
+            r"input\[0\]\.arguments is nested deeper than 64",
         ),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", r"input\[0\]\.call_id"),
         ({"input": [{"role": "user", "content": "x", "wight": 1}]}, "input", "wight"),
