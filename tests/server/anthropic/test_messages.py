@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ CALLS = (
     'I see.\n<tool_call>\n{"name": "weather", "arguments": {"town": "Bern", "days": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 )
-DEEP: Any = functools.reduce(lambda inner, _: {"a": inner}, range(70), {})
+DEEP: Any = json.loads('{"a":' * 70 + "{}" + "}" * 70)
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
