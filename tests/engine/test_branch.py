@@ -132,9 +132,10 @@ def test_misuse_is_explained(llm: LLM) -> None:
         branch.sample(SamplingParams(n=2))
     with pytest.raises(UsageError, match="not by beam search"):
         branch.sample(BeamSearchParams())  # type: ignore[arg-type]
-    for wrong in ([], 3, {}):
+    odd: list[Any] = [[], 3, {}]
+    for each in odd:
         with pytest.raises(UsageError, match="sampling parameters"):
-            branch.sample(wrong)  # type: ignore[arg-type]
+            branch.sample(each)
     with pytest.raises(UsageError, match="sampling parameters"):
         llm.beam_search("the", [])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="twice"):
