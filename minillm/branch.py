@@ -53,9 +53,11 @@ class Branch:
     def sample(self, params: SamplingParams | None = None) -> CompletionOutput:
         """Let the model continue the branch. Append the completion, without an end token, and return it.
 
-        `LLM.sample` continues several branches in one batch.
+        Without ``params``, the model's own sampling parameters apply. `LLM.sample` continues several branches in one
+        batch.
         """
-        return sample(self._driver, [self], params_list(params, 1, SamplingParams))[0]
+        defaults = self._driver.engine.defaults
+        return sample(self._driver, [self], params_list(params, 1, lambda: SamplingParams(**defaults)))[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:
         """Return the most probable next tokens, best first, as (token id, log-probability). Append nothing."""

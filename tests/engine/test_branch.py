@@ -221,3 +221,10 @@ def test_a_branch_of_sentencepiece_text_goes_on_within_a_word(tmp_path: Path) ->
     assert sorted(map(llm.tokenizer.decode, [(1, 300, *run) for run in banned])) == sorted(
         llm.tokenizer.decode([1, 300]) + each for each in ("quick", " quick")
     )
+
+
+def test_without_parameters_those_of_the_model_apply(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine, "defaults", {"temperature": 0, "max_tokens": 3, "ignore_eos": True})
+    with llm.branch([5, 6, 7]) as branch, branch.fork() as other:
+        assert len(branch.sample().token_ids) == 3
+        assert llm.sample([other])[0].token_ids == branch.token_ids[3:]
