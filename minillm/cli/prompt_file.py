@@ -30,6 +30,8 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
         form: "lines": every line of the file is a prompt; "jsonl": every line is a JSON object; None: the whole file is
             one prompt, unless its name ends in ``.jsonl``.
     """
+    if file == "":
+        raise UsageError("--file is empty: give a file's name, or - for standard input")
     if prompts:
         if file not in (None, "-"):
             raise UsageError("give prompts either as arguments or with --file, not both")

@@ -215,6 +215,7 @@ MISTAKES = [
     (["generate", "x", "--model", "no/such/dir"], "no file or directory"),
     (["generate", "x", "-f", "y"], "not both"),
     (["generate", "-f", "/no/such/file"], "cannot read /no/such/file"),
+    (["generate", "-f", ""], "--file is empty"),
     (["generate", "-f", "x", "--lines", "--jsonl"], "not allowed with"),
     (["generate", ""], "prompt 1 is empty"),
     (["generate"], "no prompt"),
