@@ -209,12 +209,11 @@ def earlier_call(call_id: str, name: str, arguments: Any, where: str, key: str, 
     """
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
     try:
-        plain_calls([call])
+        return plain_calls([call])[0]
     except UsageError as error:
         text = str(error).removeprefix("tool_calls[0].function.")
         text = f"{key}{text.removeprefix('arguments')}" if text.startswith("arguments") else text
         raise BadField(f"{where}.{text}", field) from None
-    return call
 
 
 def choice_of(body: ChatBody) -> ToolChoice:
@@ -237,7 +236,7 @@ def choice_of(body: ChatBody) -> ToolChoice:
         if strict and body.grammar() and answer is None:
             raise BadField("tools: a strict tool has its own grammar; leave the other grammar or strict out", "tools")
         return ToolChoice(tools, most=most, strict=strict, answer=answer)
-    if body.grammar() and body.response_format is None:
+    if body.grammar().keys() - {"response_format"}:
         raise BadField("tool_choice: a tool call has its own grammar; leave the other grammar out", "tool_choice")
     if wanted == "required":
         return ToolChoice(tools, tools, most)

@@ -261,6 +261,8 @@ def test_tools_are_part_of_the_prompt(client: openai.OpenAI, server: Server) -> 
         ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", "must be none"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "there are no tools"),
         ({"tool_choice": "required", "extra_body": {"guided_choice": ["x"]}}, "tool_choice", "other grammar"),
+        ({"tool_choice": "required", "response_format": {"type": "text"}, "extra_body": {"guided_choice": ["x"]}},
+            "tool_choice", "other grammar"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": NOTHING}}},
             "response_format", "response_format: the answer: the JSON schema"),
         ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "f", "parameters": {
