@@ -56,8 +56,7 @@ class Branch:
         Without ``params``, the model's own sampling parameters apply. `LLM.sample` continues several branches in one
         batch.
         """
-        defaults = self._driver.engine.defaults
-        return sample(self._driver, [self], params_list(params, 1, lambda: SamplingParams(**defaults)))[0]
+        return sample(self._driver, [self], params_list(params, 1, self._driver.engine.default_params))[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:
         """Return the most probable next tokens, best first, as (token id, log-probability). Append nothing."""

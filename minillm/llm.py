@@ -84,7 +84,7 @@ class LLM:
 
     def default_params(self) -> SamplingParams:
         """Return the sampling parameters of the model's own generation_config."""
-        return SamplingParams(**self.engine.defaults)
+        return self.engine.default_params()
 
     def generate(
         self,

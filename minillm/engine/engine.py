@@ -25,7 +25,7 @@ from minillm.engine.figures import Figures
 from minillm.engine.requests import Request, Requests
 from minillm.engine.scores import ScoreOnly, Scoring
 from minillm.outputs import Delta, RequestOutput
-from minillm.params import Params
+from minillm.params import Params, SamplingParams
 from minillm.runner.runner import Runner
 from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Stage
 
@@ -95,6 +95,10 @@ class Engine:
         self._aborts: deque[str] = deque()
         self._under_way: Step | None = None
         self._undelivered: list[Delta] = []  # of requests that ended between two steps, or before a failure
+
+    def default_params(self) -> SamplingParams:
+        """Return the sampling parameters of the model's own configuration."""
+        return SamplingParams(**self.defaults)
 
     @property
     def has_work(self) -> bool:

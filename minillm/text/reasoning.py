@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,6 @@ from minillm.text.stop import overlap
 
 OPEN, CLOSE = "<think>", "</think>"  # tags around the reasoning
 Pieces = list[tuple[bool, str]]  # (whether it is reasoning, text without the tags) of each piece; no text is empty
-WHITE_SPACE = " \t\n\r\v\f"  # may be before an opening tag: what `bytes.lstrip` drops, as in `reasoning_budget`
 PROMPT_END = 8  # number of a prompt's last tokens to search for an opening tag, which may be followed by white space
 
 
@@ -66,7 +66,8 @@ class ReasoningSplitter:
 class LeadingReasoning:
     """Splits streamed text that may begin with reasoning. In the answer after the reasoning, tags are ordinary text.
 
-    White space around the reasoning is dropped. Only `WHITE_SPACE` may be before an opening tag in the text.
+    White space around the reasoning is dropped. Only ASCII white space may be before an opening tag in the text:
+    `reasoning_budget` searches for the tag in bytes.
 
     Args:
         inside: the prompt ends with the opening tag, so the text begins inside the reasoning.
@@ -87,7 +88,7 @@ class LeadingReasoning:
         return self._stage(final=True)
 
     def _start(self, *, final: bool) -> Pieces:
-        text = self._buffer.lstrip(WHITE_SPACE)
+        text = self._buffer.lstrip(string.whitespace)
         if text.startswith(OPEN):
             self._buffer = text.removeprefix(OPEN)
             self._stage = self._reasoning

@@ -178,8 +178,9 @@ def xml_call(name: str, body: str, tools: Tools) -> tuple[str, str] | None:
 
 def _value(text: str, schema: Any) -> Any:
     text = text.removeprefix("\n").removesuffix("\n")
-    types = _types(schema) if isinstance(schema, Mapping) else ["string"]
-    if types == ["string"] or (isinstance(schema, Mapping) and text in _list(schema.get("enum"))):
+    schema = schema if isinstance(schema, Mapping) else {"type": "string"}
+    types = _types(schema)
+    if types == ["string"] or text in _list(schema.get("enum")):
         return text
     word = text.strip()
     try:

@@ -144,10 +144,18 @@ def test_forms_are_told_apart() -> None:
     assert len({form.delimiters for form in FORMS.values()}) == 3
 
 
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_forced_call_is_what_the_grammar_allows(form: CallForm) -> None:
+def allowed(lark: str, text: str) -> tuple[str, bool]:
+    """The beginning of a text that a grammar allows, and whether an answer may end there."""
     import llguidance
 
+    bytes_of = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(lark))
+    ids = bytes_of.tokenize_str(text)
+    return bytes(ids[: matcher.try_consume_tokens(ids)]).decode(), matcher.is_accepting()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_forced_call_is_what_the_grammar_allows(form: CallForm) -> None:
     choice = ToolChoice(tuple(TOOLS), tuple(TOOLS), 3)
     grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
     assert isinstance(grammar, Grammar)
@@ -159,12 +167,8 @@ def test_a_forced_call_is_what_the_grammar_allows(form: CallForm) -> None:
         good.append(before + between.join([call, other, call]) + behind)
     bad = [call[:-1], before + call.replace("3", '"3"') + behind, before + call.replace('"f"', '"h"') + behind]
     bad += [before + call.replace('"n": 3', '"x": 3') + behind, before + between.join([call] * 4) + behind, "Hi"]
-    bytes_of = llguidance.LLTokenizer("byte")
     for text in (*good, *bad):
-        matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(grammar.source))
-        ids = bytes_of.tokenize_str(text)
-        complete = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-        assert complete == (text in good), text
+        assert (allowed(grammar.source, text) == (text, True)) == (text in good), text
     for text in good:
         for cuts in ([], list(range(len(text))), [len(text) // 2]):
             said, calls = together(read(ForcedReader(), text, cuts))
@@ -181,8 +185,6 @@ FREE = ["Hello", "", "  \n", "a < b <tool", "I see [1] {"]
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_strict_call_is_what_the_schema_allows_in_an_answer_that_is_free(form: CallForm) -> None:
-    import llguidance
-
     choice = ToolChoice(tuple(TOOLS), strict=frozenset({"f"}), most=2)
     grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
     assert isinstance(grammar, Grammar)
@@ -196,12 +198,8 @@ def test_a_strict_call_is_what_the_schema_allows_in_an_answer_that_is_free(form:
         good += [f"Hm.\n{before}{call}{behind} So."]
     bad = [before + call.replace("3", '"3"') + behind, before + call.replace('"f"', '"h"') + behind, before + call[:-1]]
     bad += [f"\n {before}{call.replace('n', 'm')}", before + between.join([call] * 3) + behind]
-    bytes_of = llguidance.LLTokenizer("byte")
     for text in (*good, *bad):
-        matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(grammar.source))
-        ids = bytes_of.tokenize_str(text)
-        complete = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-        assert complete == (text in good), text
+        assert (allowed(grammar.source, text) == (text, True)) == (text in good), text
     for text in good:
         said, calls = together(read(choice.reader(form, FORMATS), text, list(range(len(text)))))
         assert len(calls) == text.count('"name"')
@@ -210,8 +208,6 @@ def test_a_strict_call_is_what_the_schema_allows_in_an_answer_that_is_free(form:
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_an_answer_is_calls_alone_or_what_the_schema_allows(form: CallForm) -> None:
-    import llguidance
-
     choice = ToolChoice(tuple(TOOLS), strict=frozenset({"f"}), most=2, answer={"type": ["array", "object", "string"]})
     grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
     assert isinstance(grammar, Grammar)
@@ -225,12 +221,8 @@ def test_an_answer_is_calls_alone_or_what_the_schema_allows(form: CallForm) -> N
         '[{"a": 1}]',
         '{"name": "h", "arguments": {}}',
     ]
-    bytes_of = llguidance.LLTokenizer("byte")
     for text in (call, *texts, f"Hm. {call}"):
-        matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(grammar.source))
-        ids = bytes_of.tokenize_str(text)
-        complete = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-        assert complete == (text not in ("[", f"Hm. {call}")), text
+        assert (allowed(grammar.source, text) == (text, True)) == (text not in ("[", f"Hm. {call}")), text
     for text in (call, *texts):
         for cuts in ([], list(range(len(text)))):
             said, calls = together(read(choice.reader(form, FORMATS), text, cuts))
@@ -246,14 +238,9 @@ def test_an_answer_is_calls_alone_or_what_the_schema_allows(form: CallForm) -> N
 ]), max_size=9), st.sampled_from(list(FORMS.values())))  # fmt: skip
 def test_no_other_call_of_a_strict_tool_is_found(pieces: list[str], form: CallForm) -> None:
     """Read whatever the grammar allows as the server reads it, with all formats of the model."""
-    import llguidance
-
     choice, text = ToolChoice(tuple(TOOLS[:1]), strict=frozenset({"f"})), "".join(pieces)
     grammar = with_arguments(choice.grammar(form)["lark"], choice.schemas)
-    bytes_of = llguidance.LLTokenizer("byte")
-    matcher = llguidance.LLMatcher(bytes_of, llguidance.LLMatcher.grammar_from_lark(grammar))
-    ids = bytes_of.tokenize_str(text)
-    text = bytes(ids[: matcher.try_consume_tokens(ids)]).decode()
+    text, _ = allowed(grammar, text)
     reader = ThoughtReader(choice.reader(form, FORMATS), opened=False)
     calls = [part.text for part in [*reader.push(text), *reader.finish()] if isinstance(part, ArgumentsPart)]
     for arguments in calls:
