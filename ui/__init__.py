@@ -5,6 +5,7 @@ chat_screen.py          the screen: the chat pane, the memory panel, and the key
 chat/                   the chat pane (questions, commands, answers), the transcript, conversations as data and on disk
 memory/                 the block pool as data, and its six views
 bars.py, dialogs.py     the lines at the top and the bottom; the dialogs above the chat
+keys_in_order.py        text fields that handle keys in the order in which they were pressed
 settings.py             the settings that the user can change
 textual_internals.py    all uses of Textual's private names
 textual_styles.py       faster styling of widgets

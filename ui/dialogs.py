@@ -28,6 +28,7 @@ from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.conversation import Fork
 from minillm.ui.chat.sessions import SessionStore, SessionSummary
 from minillm.ui.engine_app import EngineCommand
+from minillm.ui.keys_in_order import OrderedInput
 from minillm.ui.numbers import bar, plural
 from minillm.ui.settings import BEAM_FIELDS, SAMPLING_FIELDS, Settings, field_texts, with_texts
 from minillm.ui.textual_internals import EarlyInputPalette, FillsTerminal, Options, SteadyTextArea
@@ -133,7 +134,9 @@ class SamplingScreen(Dialog[Settings]):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         texts = field_texts(settings)
-        self._fields = {name: Input(text, compact=True, select_on_focus=True, id=name) for name, text in texts.items()}
+        self._fields = {
+            name: OrderedInput(text, compact=True, select_on_focus=True, id=name) for name, text in texts.items()
+        }
         rows = [
             Horizontal(
                 Label(each.name),
@@ -167,7 +170,7 @@ class ModelScreen(Dialog[str]):
         """Create the dialog. ``gpu``: memory of the engine's GPU in bytes, 0 without a GPU."""
         self._current, self._engine, self._gpu = settings.model, settings.engine, gpu
         self._options = Options()
-        self._input = Input(placeholder="or type a name, a directory, a .gguf file", compact=True)
+        self._input = OrderedInput(placeholder="or type a name, a directory, a .gguf file", compact=True)
         hint = "Enter loads the model and keeps the conversation · Escape closes"
         super().__init__("model", hint, self._options, Static("", classes="problem"), self._input)
 
@@ -240,7 +243,7 @@ class SessionsScreen(Dialog[Path]):
         self._store, self._deleted = store, deleted
         self._found: list[SessionSummary] = []
         self._doomed: Path | None = None  # the file to delete if Delete is pressed again
-        self._input = Input(search, placeholder="search titles, questions and answers", compact=True)
+        self._input = OrderedInput(search, placeholder="search titles, questions and answers", compact=True)
         self._options = Options()
         hint = "Enter resumes · ↑ ↓ move · Delete twice deletes · Escape closes"
         super().__init__("conversations", hint, self._input, self._options, Static("", classes="problem"))

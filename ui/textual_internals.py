@@ -31,6 +31,7 @@ from textual.worker import WorkerFailed
 
 import minillm.ui.textual_styles  # noqa: F401  it makes styling faster
 from minillm.text.safe import clean
+from minillm.ui.keys_in_order import KeysInOrder
 from minillm.ui.terminal import LateAnswers, Pastes
 
 if TYPE_CHECKING:
@@ -283,7 +284,7 @@ class Options(OptionList):
             event.prevent_default()
 
 
-class SteadyTextArea(TextArea):
+class SteadyTextArea(KeysInOrder, TextArea):
     """A text area that never contains terminal control characters, however the text gets into it.
 
     It also avoids an error in Textual: after an undo that removes lines, Textual may look up the cursor in a removed

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 from textual import events
+from textual.widgets import Input, TextArea
 
 from lib.terminal import CHAT, session
-from lib.ui import ask, chat, notes, say, screen, seen, until
+from lib.ui import ask, chat, notes, say, screen, seen, settled, until
 from minillm.errors import MinillmError
 from minillm.ui import terminal
 from minillm.ui.app import ChatApp
@@ -304,6 +305,21 @@ def test_control_z_goes_back_to_the_shell() -> None:
         running.type("\x11")
         running.wait_for("ended")
         assert running.end() == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("opens", [(), ("ctrl+f",), ("f3",), ("f4",)])
+async def test_keys_that_arrive_together_are_handled_in_their_order(opens: tuple[str, ...]) -> None:
+    async with chat() as pilot:
+        for key in opens:
+            await pilot.press(key)
+        field = pilot.app.focused
+        assert isinstance(field, TextArea | Input)
+        keys = [*"abx", "backspace", *"cd", "left", *"y", "backspace", *"e", "home", *"z", "end", *"w"]
+        for key in keys:
+            pilot.app.post_message(events.Key(key, key if len(key) == 1 else None))
+        await settled(pilot)
+        assert (field.text if isinstance(field, TextArea) else field.value) == "zabcedw"
 
 
 @pytest.mark.anyio

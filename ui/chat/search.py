@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from textual.app import ComposeResult
 from textual.containers import Horizontal
 from textual.content import Content
-from textual.widgets import Collapsible, Input, Static
+from textual.widgets import Collapsible, Static
 
 from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.find import Finder, FoundPlace, pattern_of
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.chat.turn_view import TurnView
+from minillm.ui.keys_in_order import OrderedInput
 from minillm.ui.numbers import count
 
 # Both are visible without color.
@@ -44,7 +45,7 @@ class SearchBar(Horizontal):
         self._places: list[FoundPlace] = []
         self._at = 0
         self._unmarked: dict[Static, Content] = {}  # marked texts without their marks
-        self._input = Input(placeholder="search in the conversation", compact=True)
+        self._input = OrderedInput(placeholder="search in the conversation", compact=True)
         self._count = Static(id="found")
 
     def compose(self) -> ComposeResult:
