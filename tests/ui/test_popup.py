@@ -226,6 +226,16 @@ async def test_commands_are_chosen_with_arrows_and_run_with_enter() -> None:
 
 
 @pytest.mark.anyio
+async def test_a_whole_name_is_the_command_that_enter_runs() -> None:
+    async with chat() as pilot:
+        await ask(pilot, "echo hello")
+        await pilot.press(*"/n", "enter")
+        told = "/n needs an argument"
+        await until(pilot, lambda: any(told in note.message for note in pilot.app._notifications))
+        assert screen(pilot).chat_pane.conversation.turns, "/new was run"
+
+
+@pytest.mark.anyio
 async def test_the_popup_fits_above_any_prompt() -> None:
     async with chat(size=(40, 10)) as pilot:
         await pilot.press("slash")

@@ -104,12 +104,13 @@ class CommandTable(dict[str, SlashCommand]):
         return self._begun(text[1:])
 
     def _begun(self, name: str) -> list[SlashCommand]:
-        """Return the commands with a name that begins with ``name``.
+        """Return the commands with a name that begins with ``name``. A command with exactly this name is the first.
 
         If there are none, compare ``name`` with the commands' other names (`also`) instead.
         """
         name = name.lower()
         found = [command for command in self.values() if command.name.startswith(name)]
+        found.sort(key=lambda command: command.name != name)
         return found or [each for each in self.values() if any(other.startswith(name) for other in each.also)]
 
 
