@@ -15,6 +15,7 @@ from minillm.server.http.sending import CONTEXT_LENGTH, HTTPError
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
 from minillm.text.safe import parse_strict_json
 
+THREAD = "thread_unsupported_request"  # code of an error after which clients send the whole conversation
 # Types of errors by status.
 _KINDS = {404: "not_found_error", 408: "timeout_error", 413: "request_too_large", 503: "overloaded_error"}
 
@@ -140,7 +141,8 @@ def message_error(failed: HTTPError) -> Json:
     if failed.code == CONTEXT_LENGTH:  # clients look for these words, and then shorten the conversation
         message = f"prompt is too long: {message}"
     kind = _KINDS.get(failed.status, "api_error" if kind == "server_error" else kind)
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": THREAD}} if failed.code == THREAD else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 def is_messages(path: str) -> bool:

@@ -13,10 +13,11 @@ from starlette.responses import Response
 from minillm.checks import shown
 from minillm.server import bodies
 from minillm.server.answers import Json
-from minillm.server.anthropic.answers import MessageWriter
+from minillm.server.anthropic.answers import THREAD, MessageWriter
 from minillm.server.bodies import BadField, ChatBody, SharedFields
 from minillm.server.completions.routes import ChatCall, chat_call, count_prompt_tokens
 from minillm.server.generating import GeneratedResponse
+from minillm.server.http.sending import HTTPError
 from minillm.server.parsers.tool_choice import earlier_call
 from minillm.server.service import Service, json_response
 from minillm.text.reasoning import CLOSE
@@ -86,6 +87,7 @@ class MessagesBody(SharedFields):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    thread: Json | None = None  # rejected: this server does not hold conversations
     # labels and hints for Anthropic's own service; they have no effect
     metadata: Json | None = None
     cache_control: Json | None = None  # also allowed in content blocks and tools; prefixes are always cached
@@ -212,8 +214,13 @@ def _choice(choice: ToolChoice) -> str | Json:
 
 
 def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, ChatCall]:
-    """Return the body of a request, and the engine's call for the equivalent chat request. Raises BadField."""
+    """Return the body of a request, and the engine's call for the equivalent chat request.
+
+    Raises BadField, or HTTPError for a field with an error code of its own.
+    """
     body = bodies.read_body(MessagesBody, request.state.body)
+    if body.thread is not None:
+        raise HTTPError(400, "thread: not supported; send the whole conversation", code=THREAD)
     chat = body.chat()
     if not service.facts.has_thinking_switch and CLOSE not in service.facts.chat_template:
         chat.reasoning_effort = None  # the model does not reason

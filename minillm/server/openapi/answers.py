@@ -52,7 +52,10 @@ SCHEMAS: dict[str, Json] = {
     "Error": _record(
         error=_record(message=_TEXT, type=_TEXT, param=_or_null(_TEXT), code=_or_null(_TEXT)),
     ),
-    "MessageError": _record(type={"const": "error"}, error=_record(message=_TEXT, type=_TEXT)),
+    "MessageError": _record(
+        type={"const": "error"},
+        error=_record("details", message=_TEXT, type=_TEXT, details=_record(error_code=_TEXT)),
+    ),
     "Usage": _record(
         prompt_tokens=_COUNT,
         completion_tokens=_COUNT,

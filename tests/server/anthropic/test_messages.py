@@ -199,6 +199,30 @@ def test_a_call_that_must_be_follows_its_schema(client: anthropic.Anthropic, cho
             jsonschema.validate(block.input, SCHEMA)
 
 
+def test_the_clients_tool_runner_continues_without_a_thread(server: Server, client: anthropic.Anthropic) -> None:
+    results = []
+
+    @anthropic.beta_tool
+    def clock() -> str:
+        """Tell the time."""
+        results.append("noon")
+        return "noon"
+
+    body = {"temperature": 0, **says('<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>')}
+    fields: Any = {"model": "tiny", "max_tokens": 600, "messages": USER, "tools": [clock], "extra_body": body}
+    messages = list(client.beta.messages.tool_runner(**fields, max_iterations=2))
+    assert [content_of(each) for each in messages] == 2 * [[{"type": "tool_use", "name": "clock", "input": {}}]]
+    assert results
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        answer = post(server, path, {"messages": USER, "thread": {"type": "create"}})
+        assert answer.status_code == 400
+        assert answer.json()["error"] == {
+            "type": "invalid_request_error",
+            "message": "thread: not supported; send the whole conversation",
+            "details": {"error_code": "thread_unsupported_request"},
+        }
+
+
 def test_tools_that_may_not_be_called_are_not_shown(client: anthropic.Anthropic) -> None:
     message = create(client, says(CALLS), tools=TOOLS, tool_choice={"type": "none"})
     assert content_of(message) == [{"type": "text", "text": CALLS}]
