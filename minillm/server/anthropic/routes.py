@@ -63,7 +63,7 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
             return "none", None
         if self.type == "enabled" and self.budget_tokens is None:
             raise BadField("thinking: budget_tokens is missing; give a limit, or the type adaptive", "thinking")
-        return "xhigh" if effort == "max" else effort or "high", self.budget_tokens if self.type == "enabled" else None
+        return effort or "high", self.budget_tokens if self.type == "enabled" else None
 
 
 class JsonFormat(msgspec.Struct, forbid_unknown_fields=True):

@@ -10,7 +10,7 @@ from minillm.text.reasoning import CLOSE, LeadingReasoning, Pieces
 from minillm.text.reasoning_budget import NO_LIMIT
 
 # Maximum reasoning tokens by ``reasoning_effort``.
-EFFORTS = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, "high": NO_LIMIT, "xhigh": NO_LIMIT}
+EFFORTS = {"none": 0, "minimal": 128, "low": 512, "medium": 2048, **dict.fromkeys(("high", "xhigh", "max"), NO_LIMIT)}
 
 
 class ThoughtReader:

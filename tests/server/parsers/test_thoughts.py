@@ -6,16 +6,18 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
+from openai.types.shared import ReasoningEffort
 
 from lib.models import write_sentencepiece_model
 from lib.server import Server, served
 from lib.tokens import CHATML, THINKING
+from minillm.server.bodies import Effort
 from minillm.server.parsers.parts import CallPart, Part, PlainReader, TextPart, ThoughtPart
-from minillm.server.parsers.thoughts import ThoughtReader, with_effort
+from minillm.server.parsers.thoughts import EFFORTS, ThoughtReader, with_effort
 from minillm.server.parsers.tool_calls import CallReader
 from minillm.text.reasoning_budget import NO_LIMIT
 
@@ -128,13 +130,18 @@ def test_a_grammar_is_for_the_answer_after_limited_thoughts(thinking: Server) ->
     assert called["message"]["reasoning_content"]
 
 
-@pytest.mark.parametrize(("effort", "limit"), [("none", None), ("low", 512), ("high", NO_LIMIT)])
+@pytest.mark.parametrize(("effort", "limit"), [("none", None), ("low", 512), ("high", NO_LIMIT), ("max", NO_LIMIT)])
 def test_an_effort_is_a_limit_where_the_template_has_tags(effort: str, limit: int | None) -> None:
     params = with_effort({"n": 1}, effort, THINKING, has_switch=True)
     assert params == ({"n": 1} if limit is None else {"n": 1, "max_reasoning_tokens": limit})
     assert with_effort({}, effort, CHATML, has_switch=True) == {}
     assert with_effort({"max_reasoning_tokens": 3}, effort, THINKING, has_switch=False) == {"max_reasoning_tokens": 3}
     assert with_effort({}, "none", THINKING, has_switch=False) == {"max_reasoning_tokens": 0}
+
+
+def test_every_effort_of_the_client_is_known() -> None:
+    theirs, _ = get_args(ReasoningEffort)
+    assert {*get_args(theirs)} <= {*get_args(Effort)} == {*EFFORTS}
 
 
 def test_a_model_without_tags_has_no_limit_of_thoughts(tmp_path: Path) -> None:
