@@ -128,7 +128,7 @@ class CommonFields(SharedFields):
     user: str | None = None  # a label that the client sets; has no effect
     metadata: dict[str, str] | None = None  # labels that the client sets; they have no effect
     safety_identifier: str | None = None  # a label that the client sets; has no effect
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # has no effect
+    service_tier: str | None = None  # has no effect
     # fields of our own, which are not in OpenAI's API
     min_p: float | None = None
     min_tokens: int | None = None
@@ -140,6 +140,7 @@ class CommonFields(SharedFields):
     allowed_token_ids: list[int] | None = None
     max_reasoning_tokens: int | None = None
     prompt_cache_key: str | None = None  # a field of OpenAI; has no effect, because prefixes are found without it
+    prompt_cache_options: dict[str, Any] | None = None  # has no effect, for the same reason
     prompt_cache_retention: str | None = None  # has no effect: prefixes stay cached as long as there is memory
 
 

@@ -86,7 +86,6 @@ class ResponseBody(CommonFields):
     include: list[str] | None = None
     truncation: Literal["disabled", "auto"] | None = None  # "auto" is rejected
     max_tool_calls: int | None = None  # has no effect: it counts calls of built-in tools
-    prompt_cache_options: Json | None = None  # has no effect: prefixes are always cached
     client_metadata: Json | None = None  # labels that Codex sets; they have no effect
     background: bool | None = None  # true is rejected
     conversation: str | Json | None = None  # rejected, like the next three fields

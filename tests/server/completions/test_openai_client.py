@@ -140,6 +140,7 @@ def test_a_wrong_field_is_named(client: openai.OpenAI, fields: dict[str, object]
     "fields",
     [
         {"safety_identifier": "u1", "verbosity": "low", "service_tier": "flex", "prompt_cache_retention": "24h"},
+        {"service_tier": "fast", "prompt_cache_options": {"mode": "explicit", "ttl": "30m"}},
         {"prediction": None, "web_search_options": None, "audio": None, "functions": None, "function_call": None},
         {"echo": None, "priority": None, "keep": None, "return_token_ids": None, "stream_options": None},
         {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None, "other": None}},
