@@ -334,6 +334,8 @@ class KeyParser(XTermParser):
         return self._timeout_time is not None
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[events.Key]:
+        if sequence == "\x1b\r":  # Textual would ignore Alt
+            return [events.Key("alt+enter", None)]
         if (kitty := _KITTY_KEY.fullmatch(sequence)) is not None:
             code, modifiers, kind, rest = kitty.groups()
             if kind == _RELEASED:

@@ -98,6 +98,7 @@ def test_an_answer_of_the_terminal_in_parts_over_a_slow_line(monkeypatch: pytest
         ("\x1b[97:65;2;65u", ["A"]),
         ("\x1b[1;5:2A", ["ctrl+up"]),  # repeated
         ("\x1b[A", ["up"]),
+        ("\x1b\r", ["alt+enter"]),  # of terminals without the Kitty protocol
         ("\x1b[[A", ["f1"]),  # of the Linux console
         ("\x1b[?0u", []),
         ("\x1b[8;24;80t", []),
