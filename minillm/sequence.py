@@ -106,6 +106,7 @@ class SequenceGroup:
     streamed: bool = False  # deltas need text at every step
     offline: bool = False  # see `minillm.engine.requests.Request`
     owner: str | None = None  # see `minillm.engine.requests.Request`
+    in_reasoning: bool = False  # see `minillm.engine.requests.Request`
     scores: PromptScores | None = None  # of the prompt, if the request wants any
     num_cached_tokens: int = 0
     error: RequestError | None = None  # why the group ends early

@@ -38,6 +38,7 @@ class Request:
         owner: a name, such as that of a conversation, under which blocks on disk can be erased again. Empty: write no
             block of the request to disk, and read none.
         score_from: with ``prompt_logprobs``, the first token to score. Earlier blocks may come from the prefix cache.
+        in_reasoning: the prompt ends inside the reasoning, also if the opening tag is not among its last tokens.
     """
 
     token_ids: SequenceOf[int]
@@ -51,6 +52,7 @@ class Request:
     request_id: str = ""
     owner: str | None = None
     score_from: int = 1
+    in_reasoning: bool = False
 
 
 @dataclass
@@ -114,6 +116,7 @@ class Requests:
             streamed=request.streamed,
             offline=request.offline,
             owner=self.owner if request.owner is None else request.owner,
+            in_reasoning=request.in_reasoning,
         )
         if params.prompt_logprobs is not None:
             group.scores = PromptScores(params.prompt_logprobs, max(1, request.score_from), [None] * len(token_ids))
@@ -236,7 +239,8 @@ class Requests:
         if (tags := self.reasoning_tags) is None:
             return outputs
         limit, prompt = group.params.max_reasoning_tokens, group.sequences[0].token_ids[: group.num_prompt_tokens]
-        is_open = tags.is_open(prompt if limit is not None else prompt[-PROMPT_END:], self.eos_token_ids)
+        tail = prompt if limit is not None else prompt[-PROMPT_END:]
+        is_open = group.in_reasoning or tags.is_open(tail, self.eos_token_ids)
         depths = getattr(group.params, "reasoning_depths", ())
         found = []
         for each in outputs:

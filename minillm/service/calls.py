@@ -126,9 +126,8 @@ class CallDispatcher:
         if isinstance(call, messages.Detokenize):
             return tokenizer.decode(call.token_ids)
         if isinstance(call.prompt, messages.Conversation):
-            ids, _ = with_thoughts(
-                self._driver, prompt_ids(self._driver, call.prompt, call.tenant), is_bare=call.is_bare
-            )
+            ids = prompt_ids(self._driver, call.prompt, call.tenant)
+            ids, _ = with_thoughts(self._driver, ids, call.prompt, is_bare=call.is_bare)
         else:
             ids = self._driver.token_ids(
                 call.prompt, add_special_tokens=call.add_special_tokens, parse_special=call.parse_special

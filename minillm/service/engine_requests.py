@@ -20,6 +20,7 @@ from minillm.service.cache_view import CacheView, Owner
 from minillm.service.messages import RequestFailed, TableState
 from minillm.service.prefixes import Prefixes
 from minillm.service.prepare import Prepared, token_of
+from minillm.text.reasoning import is_unfinished
 
 _MOST_FORKABLE = 2_000  # maximum number of ended answers that can be forked; older answers are forgotten
 _MOST_FORKABLE_TOKENS = 1_000_000
@@ -48,6 +49,7 @@ class ForkableAnswer:
     prompt_ids: list[int]
     output_ids: list[list[int]]  # by completion
     salt: str | None
+    in_reasoning: bool  # the prompt ends inside the reasoning
     sequences: list[Sequence]  # idle sequences with blocks that stay in the pool
 
 
@@ -91,7 +93,8 @@ class EngineRequests:
         with self._refusing(call.request_id):
             token_ids, parent, salt = prepared.token_ids, None, call.salt
             if call.fork is not None:
-                before, parent, salt = self._forked(call)
+                before, parent, salt, in_reasoning = self._forked(call)
+                prepared = replace(prepared, in_reasoning=in_reasoning and not call.is_bare)
                 if prepared.continuation is not None and self.driver.tokenizer.ends_in_text(before):
                     token_ids = prepared.continuation
                 token_ids = before + token_ids
@@ -103,8 +106,9 @@ class EngineRequests:
                 most = min(fitting, self.engine.max_model_len - len(token_ids))
                 params = replace(params, max_tokens=max(params.min_tokens, 1, most))
             request = Request(
-                token_ids, params, parent=parent, hold=call.keep, salt=salt, streamed=False, request_id=call.request_id
-            )
+                token_ids, params, parent=parent, hold=call.keep, salt=salt, request_id=call.request_id,
+                in_reasoning=prepared.in_reasoning,
+            )  # fmt: skip
             group = self.engine.add(request)
             searches = isinstance(params, BeamSearchParams)
             is_plain = call.streamed and not (call.echo or searches or params.logprobs is not None)
@@ -125,13 +129,14 @@ class EngineRequests:
             sys.stderr.write(f"request failed: {type(error).__name__}: {error}\n")
             self.send(RequestFailed(request_id, "internal error; see the server's log", "internal"))
 
-    def _forked(self, call: messages.Complete) -> tuple[list[int], Sequence | None, str | None]:
+    def _forked(self, call: messages.Complete) -> tuple[list[int], Sequence | None, str | None, bool]:
         """Return the data of the fork that ``call`` asks for. Raises UsageError if the fork point does not exist.
 
         Returns:
             - the tokens before the fork;
             - a sequence in the pool that begins with these tokens, or None;
-            - the salt of these tokens' blocks in the prefix cache.
+            - the salt of these tokens' blocks in the prefix cache;
+            - whether these tokens end inside the reasoning.
         """
         fork = call.fork
         assert fork is not None
@@ -155,7 +160,9 @@ class EngineRequests:
         kept = [each for each in answer.sequences if each.table is not None]
         before = answer.prompt_ids + output[:count]
         parent = next((each for each in kept if each.token_ids[: len(before)] == before), None)
-        return before, parent, answer.salt if call.salt is None else call.salt
+        text = "" if self.engine.tokenizer is None else self.engine.tokenizer.decode(output[:count])
+        in_reasoning = is_unfinished(text, inside=answer.in_reasoning)
+        return before, parent, answer.salt if call.salt is None else call.salt, in_reasoning
 
     def abort(self, request_id: str) -> None:
         """Abort a request, whether it is running or still being prepared. An unknown request is ignored."""
@@ -310,7 +317,7 @@ class EngineRequests:
             return
         ids = [each.token_ids for each in output.outputs]
         self.forkable[call.request_id] = ForkableAnswer(
-            call.tenant, running.token_ids, ids, running.group.salt, sequences
+            call.tenant, running.token_ids, ids, running.group.salt, running.prepared.in_reasoning, sequences
         )
         self._num_forkable_tokens += len(running.token_ids) + sum(map(len, ids))
         while len(self.forkable) > _MOST_FORKABLE or self._num_forkable_tokens > _MOST_FORKABLE_TOKENS:

@@ -15,7 +15,8 @@ from minillm.grammar.grammar import MAX_BYTES, Grammar
 from minillm.grammar.notation import WHITE_SPACE, followed
 from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.service.call_messages import Complete, Conversation, Token
-from minillm.text.reasoning import CLOSE, is_opened
+from minillm.text.chat_template import plain_messages
+from minillm.text.reasoning import CLOSE, is_opened, is_unfinished
 from minillm.text.tokenizer import Tokenizer
 
 _NO_THOUGHTS = f"\n\n{CLOSE}\n\n"
@@ -45,17 +46,21 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
         continuation = driver.tokenizer.encode(call.prompt, add_special_tokens=False, continues=True)
     opened = False
     if isinstance(call.prompt, Conversation):
-        token_ids, opened = with_thoughts(driver, token_ids, is_bare=call.is_bare)
+        token_ids, opened = with_thoughts(driver, token_ids, call.prompt, is_bare=call.is_bare)
     return Prepared(call, token_ids, params, opened, continuation)
 
 
-def with_thoughts(driver: Driver, token_ids: list[int], *, is_bare: bool) -> tuple[list[int], bool]:
+def with_thoughts(
+    driver: Driver, token_ids: list[int], conversation: Conversation, *, is_bare: bool
+) -> tuple[list[int], bool]:
     """Return a conversation's token ids, and whether they end inside the reasoning.
 
-    ``is_bare``: the answer must not contain reasoning. If the chat template ends with an opening tag, the tokens of an
-    empty reasoning and the closing tag are appended.
+    ``is_bare``: the answer must not contain reasoning. If the conversation ends inside the reasoning, for example
+    because the chat template ends with an opening tag, the tokens of a closing tag are appended.
     """
     opened = is_opened(driver.tokenizer.decode, token_ids)
+    if conversation.continue_final_message:
+        opened = opened or is_unfinished(plain_messages(conversation.messages[-1:])[0]["content"])
     if opened and is_bare:
         return token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids), False
     return token_ids, opened

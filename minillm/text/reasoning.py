@@ -23,6 +23,14 @@ def is_opened(decode: Callable[[list[int]], str], prompt: list[int]) -> bool:
     return decode(prompt[-PROMPT_END:]).rstrip().endswith(OPEN)
 
 
+def is_unfinished(answer: str, *, inside: bool = False) -> bool:
+    """Return whether the reasoning at the beginning of ``answer`` has no end yet.
+
+    ``inside``: the prompt ends with the opening tag, so the answer begins inside the reasoning.
+    """
+    return (inside or answer.lstrip(string.whitespace).startswith(OPEN)) and CLOSE not in answer
+
+
 def _cut(text: str, tag: str) -> tuple[str, bool, str]:
     """Split ``text`` at the first ``tag``. Return the text before it, whether it was found, and the remaining text.
 

@@ -113,6 +113,26 @@ def test_thoughts_end_at_their_limit(thinking: Server, limit: int) -> None:
     assert chunks[-1]["usage"] == answer["usage"]
 
 
+def test_a_fork_and_a_continued_message_go_on_with_the_thoughts(thinking: Server) -> None:
+    first = post(thinking, temperature=0, max_tokens=12)
+    more: list[Any] = [{"messages": None, "fork_of": {"id": first["id"], "num_tokens": 10}}]
+    begun = {"role": "assistant", "content": "<think>\nFirst, I look at what the question is, and then"}
+    more.append({"messages": [*MESSAGES, begun], "continue_final_message": True})
+    for each in more:
+        answer = post(thinking, ignore_eos=True, **each)
+        message, usage = answer["choices"][0]["message"], answer["usage"]["completion_tokens_details"]
+        assert message["reasoning_content"]
+        assert (message["content"], usage) == ("", {"reasoning_tokens": 12})
+        answer = post(thinking, **each, max_reasoning_tokens=3, max_tokens=80, ignore_eos=True)
+        message, usage = answer["choices"][0]["message"], answer["usage"]["completion_tokens_details"]
+        assert message["reasoning_content"].endswith("Enough thinking; I will answer now.")
+        assert "</think>" not in message["content"]
+        assert (bool(message["content"]), usage) == (True, {"reasoning_tokens": 3})
+        said = post(thinking, **each, guided_choice=["yes", "no"])["choices"][0]["message"]
+        assert said["content"] in ("yes", "no")
+        assert "reasoning_content" not in said
+
+
 def test_thoughts_without_a_limit_are_counted(thinking: Server) -> None:
     assert post(thinking, ignore_eos=True)["usage"]["completion_tokens_details"] == {"reasoning_tokens": 12}
 
