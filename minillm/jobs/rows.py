@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from minillm.errors import UsageError
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from minillm.text.tokenizer import Tokenizer
 
 Answer = dict[str, Any]
+_ONLY_SAMPLING = {each.name for each in fields(SamplingParams)} - {each.name for each in fields(BeamSearchParams)}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class InputRow:
     def sampling(self) -> Params:
         """Validate and return the row's parameters. Raises UsageError."""
         try:
-            return (BeamSearchParams if "beam_width" in self.params else SamplingParams)(**self.params)
+            if "beam_width" not in self.params:
+                return SamplingParams(**self.params)
+            if wrong := [name for name in self.params if name in _ONLY_SAMPLING]:
+                raise UsageError(f"{wrong[0]} is for sampling, but this is a beam search; leave it out")
+            return BeamSearchParams(**self.params)
         except UsageError as error:
             raise UsageError(f"{self.where}: {error}" if self.where else str(error)) from None
 

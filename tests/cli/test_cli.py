@@ -180,6 +180,7 @@ def test_odd_characters_of_requests_come_back_as_they_were(
         ('{"messages": "hi"}\n', ":1: a conversation is a list"),
         ('{"prompt": "a", "temprature": 1}\n', ":1: unknown parameter 'temprature'"),
         ('{"prompt": "a", "top_p": 3}\n', ":1: top_p must be"),
+        ('{"prompt": "a", "seed": 1, "beam_width": 2}\n', ":1: seed is for sampling, but this is a beam search"),
         ('{"prompt": ' + "[" * 100_000, ":1: not JSON: maximum recursion"),
         ("\n\n", "holds no prompt"),
     ],
