@@ -142,8 +142,18 @@ class GeneratedResponse:
         self._check_client(work)
         if self.request.streamed:
             self._keeping = asyncio.create_task(self._send_pings(send))
-        self._gone = asyncio.create_task(_until_disconnected(receive))
+        self._gone = asyncio.create_task(self._until_disconnected(receive, send))
         self._gone.add_done_callback(lambda gone: self._leave(work))
+
+    async def _until_disconnected(self, receive: Receive, send: Send) -> None:
+        """Wait until the client disconnects.
+
+        Another message says that the client has closed its sending half. Then send a ping on a stream: a client that
+        has closed the whole connection replies with a reset.
+        """
+        while (await receive())["type"] != "http.disconnect":
+            if self._started and self._sending == math.inf:
+                await send(body_message(self.request.encoder.ping, more=True))
 
     def _leave(self, work: asyncio.Task[Any]) -> None:
         """Cancel ``work``, because nobody reads the response any more."""
@@ -350,12 +360,6 @@ class GeneratedResponse:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._started = True
             return before
-
-
-async def _until_disconnected(receive: Receive) -> None:
-    """Wait until the client disconnects."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _raise_refused(answers: Sequence[Answer], names: Mapping[str, str]) -> None:

@@ -118,7 +118,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle is None or cycle.response_complete or self._in_body or self._raw.is_closing():
             return False
         cycle.keep_alive = False
-        if not cycle.response_started and not self.pipeline:
+        if cycle.response_started:
+            cycle.message_event.set()  # `receive` returns, and a stream sends a ping
+        elif not self.pipeline:
             self.transport.begin()  # type: ignore[attr-defined]
         self._probe()
         return True

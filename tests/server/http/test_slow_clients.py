@@ -524,6 +524,25 @@ async def test_a_client_that_is_gone_is_noticed_by_its_reset() -> None:
     assert connection.is_aborted
 
 
+async def test_a_silent_stream_is_noticed_by_a_ping_and_the_reset() -> None:
+    engine, queue = SlowEngine(0.01, NEVER, NEVER), FairQueue(1, 1)
+    call, metrics = Complete("x", "t", [1, 2, 3], {}, streamed=True), Metrics(queue, list)
+    asked = ParsedRequest("t", [call], Frame("x", "m", "text_completion"), TextFormatter(1, False, False), True)
+    protocol, connection = connected(GeneratedResponse(asked, engine, queue, metrics, 60))  # type: ignore[arg-type]
+    protocol.data_received(POST + b"content-length: 2\r\n\r\n{}")
+    await asyncio.sleep(1)
+    assert connection.sent.endswith(b"\r\n\r\n"), "only the head is sent"
+    assert protocol.eof_received(), "the client may still read"
+    await asyncio.sleep(0.1)
+    assert connection.sent.endswith(b": alive\n\n\r\n")
+    connection.reset = 104
+    await asyncio.sleep(0.5)
+    assert connection.is_aborted
+    protocol.connection_lost(None)
+    await asyncio.sleep(0.1)
+    assert metrics.registry.get_sample_value("minillm_disconnects_total") == 1
+
+
 @pytest.mark.parametrize("begun", [b"", POST, LONG_BODY])
 async def test_a_connection_that_ends_before_a_whole_request_is_over(begun: bytes) -> None:
     protocol, _ = connected(slow)
