@@ -45,3 +45,10 @@ def test_a_variable_that_torch_rejects_is_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("torch does not start: Invalid log settings: garbage; change or unset ")
     assert "TORCH_LOGS" in done.stdout
+
+
+def test_garbage_is_not_searched_among_the_objects_of_torch() -> None:
+    code = "import gc; from minillm.system import import_torch; import_torch(); collected = gc.get_stats()[2]\n"
+    code += "print(collected['collections'], gc.get_freeze_count() > 100_000, gc.isenabled())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 True True\n"

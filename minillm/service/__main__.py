@@ -21,7 +21,7 @@ from minillm.errors import MinillmError
 from minillm.progress import Progress
 from minillm.service import call_messages, messages
 from minillm.service.messages import Load, LoadFailed, Loading, Message, Notice, Preparing
-from minillm.system import parent_socket
+from minillm.system import import_torch, parent_socket
 
 if TYPE_CHECKING:
     from minillm.engine.engine import Engine
@@ -72,6 +72,7 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
     began = time.monotonic()
     try:
         # These imports take seconds. The front end starts meanwhile.
+        import_torch()
         import minillm.loading.engine  # noqa: F401
         from minillm.engine.driver import Driver
         from minillm.service.calls import CallDispatcher
