@@ -12,6 +12,7 @@ from minillm.cache import explain_miss as explain_cache_miss
 from minillm.engine import idle_sequences
 from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
+from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
 from minillm.params import BeamSearchParams, Params, SamplingParams, params_list
 from minillm.sequence import Sequence as TokenSequence
@@ -55,6 +56,8 @@ class PinnedPrefix:
 
 def beam_search(llm: LLMInterface, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
     """Run `generate` with beam search. Each output has the prompt's best beams as completions, best first."""
+    if any(isinstance(each, SamplingParams) for each in (params if isinstance(params, Sequence) else [params])):
+        raise UsageError("a beam search goes with BeamSearchParams, not SamplingParams")
     return llm.generate(prompts, BeamSearchParams() if params is None else params)
 
 

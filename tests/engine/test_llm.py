@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lib.cache_checks import check
-from minillm import LLM, SamplingParams
+from minillm import LLM, BeamSearchParams, SamplingParams
 from minillm.engine.requests import Request
 from minillm.errors import CapacityError, MinillmError, UsageError, WeightsError
 from minillm.outputs import Delta
@@ -73,6 +73,9 @@ def test_each_prompt_has_its_own_parameters(llm: LLM) -> None:
     for wrong in (5, "x", {"temperature": 1}, [{"temperature": 1}], SamplingParams):
         with pytest.raises(UsageError, match="sampling parameters are a SamplingParams or BeamSearchParams"):
             llm.generate("a", wrong)  # type: ignore[arg-type]
+    for samples in (GREEDY, [BeamSearchParams(), GREEDY]):
+        with pytest.raises(UsageError, match="a beam search goes with BeamSearchParams, not SamplingParams"):
+            llm.beam_search(["a", "b"], samples)  # type: ignore[arg-type]
 
 
 def test_a_prompt_that_is_none_fails_alone(llm: LLM) -> None:
