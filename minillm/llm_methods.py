@@ -151,6 +151,8 @@ def pin(llm: LLMInterface, prompt: Prompt, *, salt: str | None = None) -> Pinned
 
 def unpin(llm: LLMInterface, prefix: PinnedPrefix) -> None:
     """Unpin a prefix. It stays in the prefix cache until its blocks are needed. Unpinning it again does nothing."""
+    if not isinstance(prefix, PinnedPrefix):
+        raise UsageError(f"unpin takes what pin has returned, not {type(prefix).__name__}")
     idle_sequences.unpin(llm._driver, prefix.sequence)
 
 

@@ -167,6 +167,8 @@ def test_pins_are_kept_and_let_go(llm: LLM) -> None:
         llm.pin([70] * 150)
     llm.unpin(pinned)
     llm.unpin(pinned)  # nothing is left to do
+    with pytest.raises(UsageError, match="unpin takes what pin has returned, not str"):
+        llm.unpin("a prompt")  # type: ignore[arg-type]
     assert "sequence" not in repr(pinned)
 
 
