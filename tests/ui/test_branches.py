@@ -251,6 +251,13 @@ async def test_a_candidate_that_does_not_exist_is_not_accepted(number: str) -> N
         assert len(turn.answer.candidates) == 2
 
 
+async def test_accept_without_candidates_is_told() -> None:
+    async with chat() as pilot:
+        await say(pilot, "/accept 1")
+        told = "there are no answers to choose from; /n 3 asks for three"
+        await until(pilot, lambda: any(told in note.message for note in pilot.app._notifications))
+
+
 async def test_accepting_early_stops_the_others() -> None:
     async with chat(sampling={"n": 5}) as pilot:
         await say(pilot, "choose")

@@ -199,7 +199,7 @@ async def switch_branch(pane: ChatPane, direction: str) -> None:
 async def accept(pane: ChatPane, number: str) -> None:
     turn = next((turn for turn in pane.conversation.turns[::-1] if turn.answer.candidates), None)
     if turn is None:
-        return
+        raise UsageError("there are no answers to choose from; /n 3 asks for three")
     last = len(turn.answer.candidates)
     if not is_number(number) or not 1 <= int(number) <= last:
         raise UsageError(f"give a candidate's number from 1 to {last}")
