@@ -166,6 +166,8 @@ def _output(arguments: argparse.Namespace) -> Path:
     """Return the path of the output file. Each shard has its own file: ``out.jsonl`` becomes ``out.00-of-16.jsonl``."""
     if not arguments.output:
         raise UsageError("--output is empty: give a file's name")
+    if arguments.output == "-":
+        raise UsageError("--output is a file's name, not '-'; --json prints the JSON objects")
     path = expanded(arguments.output, "--output")
     if arguments.shard is None:
         return path
