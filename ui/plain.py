@@ -138,10 +138,11 @@ class PlainChat:
 
     def _prompt(self) -> list[int]:
         """Return the token ids of the conversation. If the context is full, leave out the oldest turns."""
-        tokenizer, longest = self.llm.tokenizer, self.llm.engine.max_model_len
+        tokenizer, longest, settings = self.llm.tokenizer, self.llm.engine.max_model_len, self.settings
         min_context_left = min(256, longest // 8)
         while True:
-            prompt = tokenizer.apply_chat_template(self.conversation.messages(self.settings.system))
+            messages = self.conversation.messages(settings.system)
+            prompt = tokenizer.apply_chat_template(messages, thinks=settings.thinks)
             if len(prompt) + min_context_left <= longest or not self.conversation.drop_oldest_half():
                 return prompt
             self.note(f"the context is full: leaving out the oldest {self.conversation.num_dropped} turns")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -119,6 +120,16 @@ class Dialogue:
         llm = LLM(str(model), device="cpu", num_blocks=120)
         settings = Settings(str(model), sampling={"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling})
         self.chat = PlainChat(llm, settings, SessionStore(directory), self.output, self.notes)
+
+
+def test_the_last_setting_of_think_holds(tiny_model: Path, tmp_path: Path) -> None:
+    chat = Dialogue(tiny_model, tmp_path).chat
+    template = "{{ messages[0].content }}{% if enable_thinking is false %} no thought{% endif %}"
+    chat.llm = LLM(str(tiny_model), device="cpu", num_blocks=120, chat_template=template)
+    for thinks in (None, True, False):
+        chat.settings, chat.conversation = replace(chat.settings, thinks=thinks), Conversation()
+        assert chat.handle("hi")
+        assert ("no thought" in chat.llm.tokenizer.decode(chat._prompt())) == (thinks is False)
 
 
 def test_candidates_are_numbered_and_accepted(tiny_model: Path, tmp_path: Path) -> None:
