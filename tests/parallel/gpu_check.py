@@ -3,11 +3,12 @@
 pytest does not collect it: it needs several GPUs, and prints figures.
 
 0. Sums of all sizes over N ranks are right, in one shot and by NCCL; both are timed.
-1. The same tokens on N ranks as on one, float32, random weights: greedy, seeded samples, n = 4, penalties, beams, with
+1. `llama-8b` (or ``--shape``): latency at batch 1 and throughput, and the speed-up over one card. This comes before the
+   engines of this process, which keep memory.
+2. With ``--large``: a 70B shape loads and decodes.
+3. The same tokens on N ranks as on one, float32, random weights: greedy, seeded samples, n = 4, penalties, beams, with
    CUDA graphs and without, and with a pool that preempts (swap and recompute).
-2. A rank that is killed in the middle ends the run with its name.
-3. `llama-8b` (or ``--shape``): latency at batch 1 and throughput, and the speed-up over one card.
-4. With ``--large``: a 70B shape loads and decodes.
+4. A rank that is killed in the middle ends the run with its name.
 """
 
 from __future__ import annotations
@@ -193,14 +194,14 @@ def main() -> None:
     if "sums" not in arguments.skip:
         for size in arguments.sizes:
             check_sums(size)
-    if "tokens" not in arguments.skip:
-        check_tokens(arguments.sizes)
-    if "death" not in arguments.skip:
-        check_death(max(arguments.sizes))
     if "speed" not in arguments.skip:
         measure(arguments.shape, [1, *arguments.sizes])
     if arguments.large:
         measure("llama-70b", arguments.sizes)
+    if "tokens" not in arguments.skip:
+        check_tokens(arguments.sizes)
+    if "death" not in arguments.skip:
+        check_death(max(arguments.sizes))
 
 
 if __name__ == "__main__":
