@@ -42,7 +42,8 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
     text = "" if asked else _read(source)
     if file is None and not text.strip():
         why = "no prompt" if asked else "no prompt, standard input is empty"
-        raise UsageError(f'{why}: give one as an argument (minillm generate "Once upon a time"), or --file FILE')
+        ways = 'give one in quotation marks, such as "Once upon a time"; `minillm generate` also takes --file FILE'
+        raise UsageError(f"{why}: {ways}")
     name = "standard input" if source == "-" else source
     split = text.replace("\r\n", "\n").split("\n")  # `str.splitlines` also splits text and JSON at U+2028
     lines = [(f"{name}:{number}", line) for number, line in enumerate(split, 1) if line.strip()]

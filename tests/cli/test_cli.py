@@ -219,7 +219,7 @@ MISTAKES = [
     (["generate", "-f", ""], "--file is empty"),
     (["generate", "-f", "x", "--lines", "--jsonl"], "not allowed with"),
     (["generate", ""], "prompt 1 is empty"),
-    (["generate"], "no prompt"),
+    *(([command], 'give one in quotation marks, such as "Once upon a time"') for command in ("generate", "run")),
     (["generate", "x", "--chat", "--parse-special"], "for raw prompts"),
     (["generate", "x", "--config", "/no/config.toml"], "there is no /no/config.toml"),
     (["chat", "what", "is", "this"], "one argument too many: 'is'; put quotation marks"),
