@@ -179,6 +179,8 @@ class Access:
         kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json":  # a web page could send other types without a preflight request
             raise HTTPError(415, "content-type must be application/json", _CLOSE)
+        if headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise HTTPError(415, "content-encoding must be identity; send the body without compression", _CLOSE)
         try:
             async with asyncio.timeout(self.rules.body_seconds):
                 first = await receive()

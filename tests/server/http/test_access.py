@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 import subprocess
 import sys
@@ -179,6 +180,15 @@ def test_names_that_are_not_the_servers_are_refused(server: Server, host: str) -
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "[::1]:8000", "127.0.0.1"])
 def test_its_own_names_are_not(server: Server, host: str) -> None:
     assert httpx.get(f"{server.url}/v1/models", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(("encoding", "status"), [("gzip", 415), ("Identity", 200)])
+def test_a_compressed_body_is_named(server: Server, encoding: str, status: int) -> None:
+    content = gzip.compress(SMALL) if encoding == "gzip" else SMALL
+    headers = {**JSON, "content-encoding": encoding}
+    answer = httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=60)
+    assert answer.status_code == status
+    assert status == 200 or "content-encoding must be identity" in answer.json()["error"]["message"]
 
 
 def test_no_web_page_may_read_an_answer(server: Server) -> None:
