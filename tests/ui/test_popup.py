@@ -10,7 +10,7 @@ import pytest
 from textual import events
 from textual.geometry import Region
 
-from lib.ui import ask, chat, notes, say, screen, seen, until
+from lib.ui import ask, chat, notes, say, screen, seen, settled, until
 from minillm.errors import UsageError
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.files import (
@@ -309,6 +309,15 @@ async def test_without_space_next_to_the_chat_pane_a_view_takes_the_screen() -> 
         await until(pilot, lambda: "Ask something" not in seen(pilot))
         await pilot.press("escape")
         await until(pilot, lambda: "Ask something" in seen(pilot))
+
+
+@pytest.mark.anyio
+async def test_a_terminal_becomes_narrow_while_the_prompt_is_disabled() -> None:
+    """As during the guided tour. For one layout, the prompt has no width."""
+    async with chat(size=(120, 36)) as pilot:
+        screen(pilot).chat_pane.prompt.disabled = True
+        await pilot.resize_terminal(40, 12)
+        await settled(pilot)
 
 
 @pytest.mark.anyio

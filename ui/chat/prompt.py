@@ -218,7 +218,7 @@ class PromptInput(SteadyTextArea):
 
     def render_line(self, y: int) -> Strip:
         # Textual divides by the width when it wraps the placeholder.
-        return super().render_line(y) if self.content_size.width > 0 else Strip.blank(0)
+        return super().render_line(y) if self.content_size.width > 0 else Strip([])
 
     async def on_paste(self, event: events.Paste) -> None:
         event.stop()
