@@ -171,8 +171,11 @@ def with_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def knows_tools(template: str) -> bool:
-    """Return whether a chat template supports tools, because it mentions the variable ``tools``."""
-    return re.search(r"\btools\b", template) is not None
+    """Return whether a chat template supports tools, because it mentions the variable ``tools``.
+
+    A key ``tools`` is no variable: Phi-4-mini's template reads ``message['tools']``, which no API has.
+    """
+    return re.search(r"(?<!['\".])\btools\b(?!['\"])", template) is not None
 
 
 def written_down(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:

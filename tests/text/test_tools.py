@@ -129,6 +129,18 @@ def test_no_text_of_a_tool_can_forge_a_turn(tmp_path: Path, template: str) -> No
     assert controls(FORGED) == controls("x")
 
 
+def test_a_template_with_tools_in_messages_alone_is_given_them_as_text() -> None:
+    """As in Phi-4-mini, whose system message has tools."""
+    template = ChatTemplate(
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% if m['role'] == 'system' and 'tools' in "
+        "m and m['tools'] is not none %}{{ '<|tool|>' + m['tools'] + '<|/tool|>' }}{% endif %}<|end|>{% endfor %}",
+        {},
+    )
+    text = template.render(CONVERSATION, tools=[WEATHER])
+    assert text.startswith("<|system|># Tools")
+    assert '<tool_call>\n{"name": "get_weather"' in text
+
+
 def test_a_template_without_tools_is_given_them_as_text() -> None:
     template = ChatTemplate("{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}", {})
     text = template.render(CONVERSATION, tools=[WEATHER])
