@@ -224,7 +224,8 @@ class Tokenizer:
             ids: list[int] = self._sandbox.ask(request, SECONDS + len(text) / _SLOWEST)["ids"]
             return ids
         try:
-            return self._backend.encode(text, add_special_tokens=special).ids
+            # `encode` would hold the GIL, so that other threads, such as the engine's, could not run.
+            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library is not even an Exception

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,17 @@ def test_ids_are_hugging_faces_for_ordinary_text(directory: Path) -> None:
     for text in [*TEXTS, *random_texts(3000)]:
         assert ours.encode(text) == theirs.encode(text).ids, repr(text)
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False).ids
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """The engine's thread is one of them."""
+    ours, number = Tokenizer.from_directory(byte_level(tmp_path)), 0
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(ours.encode, "hello world " * 50_000)
+        while not encoding.done():
+            time.sleep(0.001)
+            number += 1
+    assert number > 20
 
 
 CONTROL_TEXTS = [
