@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 from textual import events
+from textual.drivers.headless_driver import HeadlessDriver
 from textual.geometry import Region
 
-from lib.ui import ask, chat, notes, say, screen, seen, settled, until
+from lib.ui import FAKE, ask, chat, notes, say, screen, seen, settled, until
 from minillm.errors import UsageError
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.files import (
@@ -26,9 +27,12 @@ from minillm.ui.chat.files import (
 )
 from minillm.ui.chat.popup import Popup
 from minillm.ui.chat.prompt import PromptInput
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.turn_view import Question
+from minillm.ui.demo import DemoApp
 from minillm.ui.dialogs import Palette
 from minillm.ui.help import HelpScreen, key_lines
+from minillm.ui.settings import Settings
 
 
 @pytest.fixture
@@ -270,6 +274,14 @@ def test_a_meaning_that_is_broken_stays_in_its_column() -> None:
     assert wide[3:5] == ["  /preset [save|delete] [NAME] ", " " * 28 + "sampling"], "a long key has a line of its own"
     narrow = key_lines(parts, 30).plain.splitlines()
     assert narrow[1:4] == ["  Alt+E ", "    edit the question and ask", "    again, as a branch"]
+
+
+@pytest.mark.anyio
+async def test_the_help_opens_in_the_guided_tour(tmp_path: Path) -> None:
+    app = DemoApp(Settings("fake"), SessionStore(tmp_path), engine_command=FAKE, driver_class=HeadlessDriver)
+    async with app.run_test() as pilot:
+        await pilot.press("f1")
+        await until(pilot, lambda: isinstance(app.screen, HelpScreen))
 
 
 @pytest.mark.anyio

@@ -39,7 +39,8 @@ async def show_help(pane: ChatPane, _: str) -> None:
     from minillm.ui.keymap import bound_keys, named_bindings
 
     if not isinstance(pane.app.screen, HelpScreen):
-        keys = bound_keys(pane.app.settings.keymap, named_bindings(*pane.screen.BINDINGS, *pane.app.BINDINGS))
+        bindings = named_bindings(*pane.screen.BINDINGS, *COMMANDS.bindings("app", "everywhere"))
+        keys = bound_keys(pane.app.settings.keymap, bindings)
         pane.app.push_screen(HelpScreen(COMMANDS, keys_here(pane.app.screen), keys))
 
 
@@ -328,8 +329,7 @@ async def choose_thinking(pane: ChatPane, word: str) -> None:
 
 
 def _check_tags(pane: ChatPane) -> None:
-    loaded = pane.engine.loaded
-    if loaded is not None and not loaded.has_reasoning_tags:
+    if (loaded := pane.engine.loaded) is not None and not loaded.has_reasoning_tags:
         raise UsageError("this model has no <think> tags, so its thinking cannot be limited")
 
 
