@@ -145,7 +145,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if role == "assistant":  # clients send answers back as they received them
         if message.get("reasoning_content") is None and "reasoning" in message:  # vLLM's name
             message = {**message, "reasoning_content": message["reasoning"]}
-        message = {key: value for key, value in message.items() if key != "reasoning"}
+        message = {key: value for key, value in message.items() if key not in ("reasoning", "parsed")}
         message = {key: value for key, value in message.items() if key not in _EMPTY_KEYS or value not in (None, [])}
     known = _KEYS_OF.get(role, ()) if isinstance(role, str) else ()
     check_names(message, (*_KEYS, *known), "key of a message")

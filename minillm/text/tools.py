@@ -87,7 +87,7 @@ def _plain_call(call: Any, where: str) -> dict[str, Any]:
             raise UsageError(f"{where}.id must be text, not {shown(name)}")
         plain["id"] = name
     where = f"{where}.function"
-    _check_keys(function, ("name", "arguments"), where)
+    _check_keys(function, ("name", "arguments", "parsed_arguments"), where)  # OpenAI's client adds the last one
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         text, arguments = arguments, None

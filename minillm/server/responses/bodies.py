@@ -34,7 +34,7 @@ _ITEM_KEYS = ("type", "id", "status")
 _KEYS = {
     "message": ("role", "content", "phase"),
     "reasoning": ("summary", "content", "encrypted_content"),
-    "function_call": ("call_id", "name", "arguments", "namespace", "caller", "async"),
+    "function_call": ("call_id", "name", "arguments", "parsed_arguments", "namespace", "caller", "async"),
     "function_call_output": ("call_id", "output", "name", "namespace", "caller"),
     "item_reference": (),
 }

@@ -6,11 +6,12 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 from lib.server import Server, served
@@ -280,3 +281,22 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], p
         create(client, **fields)
     assert caught.value.param == param
     assert "Lark" not in caught.value.message
+
+
+class Weather(pydantic.BaseModel):
+    town: Literal["Bern", "Rome"]
+
+
+def test_answers_that_the_client_has_parsed_are_taken_back(client: openai.OpenAI) -> None:
+    """The client adds keys to the messages that it has parsed, and sends these keys with the message."""
+    tools: Any = [openai.pydantic_function_tool(Weather)]
+    fields: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 900, "seed": 1}
+    forced = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    asked: Any = client.chat.completions.parse(**fields, **forced).choices[0].message
+    said: Any = client.chat.completions.parse(**fields, response_format=Weather).choices[0].message
+    [call] = asked.tool_calls
+    assert isinstance(call.function.parsed_arguments, Weather)
+    assert isinstance(said.parsed, Weather)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    for messages in ([asked, result, said], [asked.to_dict(), result, said.to_dict()]):
+        assert create(client, messages=[*MESSAGES, *messages, *MESSAGES], max_tokens=1).usage.completion_tokens == 1

@@ -289,6 +289,7 @@ def test_fields_that_clients_send_are_taken(client: openai.OpenAI) -> None:
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
         {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "phase": "final_answer",
          "content": [{"type": "output_text", "text": "One", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "parsed_arguments": {"a": 1}},
         {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "rain"}]},
     ]  # fmt: skip
     own = create(
