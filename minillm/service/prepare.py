@@ -141,6 +141,7 @@ def _chat_ids(driver: Driver, prompt: Conversation, tenant: str, num_known: int 
         thinks=prompt.template_options.get("enable_thinking"),
         num_known=num_known,
         owner=tenant,
+        max_tokens=driver.engine.max_model_len,
     )
 
 

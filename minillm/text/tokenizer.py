@@ -274,12 +274,14 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         num_known: int = 0,
         owner: str | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Encode a conversation. Control tokens come only from the template, never from a message or a tool.
 
         Args:
             chat_template: a Jinja template to use instead of the model's own.
             owner: a name. The ids of texts between control tokens are kept for later conversations of the same owner.
+            max_tokens: reject text that is too long for this many tokens, see `check_length`.
 
         `ChatTemplate.render` describes the other arguments.
 
@@ -305,6 +307,8 @@ class Tokenizer:
             tools=None if tools is None else with_texts(plain_tools(tools), self._controls.broken),
             num_known=num_known,
         )
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
         if self._pieces is None or num_known:
             ids = self._ids(text, num_known > 0)
         else:

@@ -136,6 +136,12 @@ def test_a_wrong_field_is_named(client: openai.OpenAI, fields: dict[str, object]
     assert (param or "") in caught.value.message
 
 
+def test_a_chat_that_is_much_too_long_is_not_tokenized(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="characters, but at most") as caught:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x" * 1_000_000}])
+    assert caught.value.code == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     "fields",
     [
