@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -38,6 +39,10 @@ _STEPS_PER_SECOND = 10.0  # engine steps per second at speed 1
 _READING = 6.0  # seconds for the user to read an explanation, at speed 1
 _PATIENCE = 120.0  # maximum seconds to wait until a stop has shown its event
 _SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+
+
+class Interrupted(Exception):
+    """Ends a stop: the user has left the conversation or the model that it is about."""
 
 
 class Narration(Static):
@@ -171,19 +176,21 @@ class DemoApp(ChatApp):
         await self.chat.mount(Narration(), before="#body")
         self.chat.chat_pane.prompt.disabled = True
         self._show_caption("Loading the model.")
-        while self.engine_state.phase != "ready" or self.chat.pool is None:
-            await asyncio.sleep(0.05)
-        self._set_pace()
+        await self._loaded()
         for self.number, stop in enumerate(STOPS, 1):
             if self.chat.memory_view != stop.view:
                 self.chat.action_view(stop.view)
             self._show_caption(stop.text)
             await self._pause()
-            if not await stop.act(self):
+            happened = False
+            with suppress(Interrupted):
+                happened = await stop.act(self)
+            if not happened:
                 self.missed.append(stop.name)
                 self._show_caption(f"{stop.text} It did not happen this time.")
             await self._pause()
-        counts = self.chat.pool.counts
+            await self._loaded()
+        counts = self.pool.counts
         self.over = True
         self.chat.chat_pane.send(Pace(0))
         missed = f"Not shown this time: {', '.join(self.missed)}. " if self.missed else ""
@@ -197,16 +204,25 @@ class DemoApp(ChatApp):
         prompt.disabled = False
         prompt.focus()
 
+    async def _loaded(self) -> None:
+        """Wait until a model is loaded, and slow its engine down."""
+        while self.engine_state.phase != "ready" or self.chat.pool is None:
+            await asyncio.sleep(0.05)
+        self._set_pace()
+
     @property
     def pool(self) -> Pool:
-        assert self.chat.pool is not None
+        """Return the pool. Raises Interrupted if no model is loaded."""
+        if self.chat.pool is None:
+            raise Interrupted
         return self.chat.pool
 
     @property
     def answer(self) -> Answer:
-        """Return the answer to the last question."""
+        """Return the answer to the last question. Raises Interrupted if there is none."""
         leaf = self.chat.chat_pane.conversation.leaf
-        assert leaf is not None
+        if leaf is None:
+            raise Interrupted
         return leaf.answer
 
     def has_ended(self, name: str) -> bool:

@@ -6,13 +6,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
-from lib.ui import ask, chat, notes, say, screen, seen, until
+from lib.ui import FAKE, ask, chat, notes, say, screen, seen, until
+from minillm.ui import demo
 from minillm.ui.chat import tour
 from minillm.ui.chat.conversation import Conversation, Turn
 from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.chat.transcript import Remark, Transcript
+from minillm.ui.settings import Settings
 
 pytestmark = pytest.mark.anyio
 
@@ -112,3 +115,22 @@ async def test_a_stopped_tour_gives_the_settings_back(monkeypatch: pytest.Monkey
         await pilot.press("ctrl+n")
         screen(pilot).chat_pane.workers.cancel_group(screen(pilot).chat_pane, "tour")
         await until(pilot, lambda: screen(pilot).app.settings is before)
+
+
+async def test_the_guided_tour_goes_on_after_another_conversation_or_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def reload(app: demo.DemoApp) -> bool:
+        app.load_model()
+        await app.until(lambda: False)
+        return app.pool.counts.num_copies > 0
+
+    free = next(stop for stop in demo.STOPS if stop.name == "free")
+    stops = (free, demo.Stop("reload", "", "pool", reload))
+    monkeypatch.setattr(demo, "STOPS", stops)  # without the stops before them, as after Ctrl+N
+    app = demo.DemoApp(
+        Settings("fake"), SessionStore(tmp_path), 100.0, engine_command=FAKE, driver_class=HeadlessDriver
+    )
+    async with app.run_test() as pilot:
+        await until(pilot, lambda: app.over)
+        assert app.missed == ["free", "reload"]
