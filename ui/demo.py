@@ -219,7 +219,7 @@ class DemoApp(ChatApp):
 
     @property
     def answer(self) -> Answer:
-        """Return the answer to the last question. Raises Interrupted if there is none."""
+        """Return the answer to the last question. Raises Interrupted in an empty conversation."""
         leaf = self.chat.chat_pane.conversation.leaf
         if leaf is None:
             raise Interrupted

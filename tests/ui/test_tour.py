@@ -121,8 +121,10 @@ async def test_the_guided_tour_goes_on_after_another_conversation_or_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def reload(app: demo.DemoApp) -> bool:
+        app.stop_engine()
+        while app.chat.pool is not None:
+            await asyncio.sleep(0.01)
         app.load_model()
-        await app.until(lambda: False)
         return app.pool.counts.num_copies > 0
 
     free = next(stop for stop in demo.STOPS if stop.name == "free")
