@@ -5,6 +5,7 @@ from numbers import Integral
 from operator import countOf, index
 from typing import Any
 
+from minillm.checks import shown
 from minillm.errors import UsageError
 
 Prompt = str | Sequence[int]
@@ -26,7 +27,7 @@ def prompt_list(prompts: Any) -> list[Prompt]:
 
 
 def plain_ids(prompt: Any) -> list[int]:
-    """Return token ids from a list, a range, an array or a tensor. Raises UsageError for other types.
+    """Return token ids from a list, a range, an array or a tensor. Raises UsageError for other types and values.
 
     The ids are not checked against a vocabulary.
     """
@@ -34,8 +35,11 @@ def plain_ids(prompt: Any) -> list[int]:
     if not isinstance(found, Sequence) or isinstance(found, str | bytes | bytearray):
         raise UsageError(f"a prompt is text or a list of token ids, not {type(prompt).__name__}")
     ids = list(found)
-    if countOf(map(type, ids), int) != len(ids):  # for example numpy integers; other values are rejected later
-        ids = [index(i) if isinstance(i, Integral) and not isinstance(i, bool) else i for i in ids]
+    if countOf(map(type, ids), int) != len(ids):  # for example numpy integers
+        for each in ids:
+            if not isinstance(each, Integral) or isinstance(each, bool):
+                raise UsageError(f"a prompt is text or a list of token ids, and {shown(each)} is no token id")
+        ids = [index(each) for each in ids]
     return ids
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -41,5 +42,8 @@ def test_what_is_no_prompt_is_named(given: Any) -> None:
         plain_ids(given)
 
 
-def test_what_is_no_integer_is_left_for_the_engine_to_name() -> None:
-    assert plain_ids([True, "x", None]) == [True, "x", None]
+@pytest.mark.parametrize("wrong", ["x", True, None, 1.5, [2]], ids=str)
+def test_what_is_no_token_id_is_named(wrong: Any) -> None:
+    """Some methods look ids up without a vocabulary to check them, such as `LLM.explain_miss`."""
+    with pytest.raises(UsageError, match=re.escape(f"and {wrong!r} is no token id")):
+        plain_ids([1, wrong])
