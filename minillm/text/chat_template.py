@@ -17,7 +17,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _KEYS = ("role", "content", "name")
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # synonyms; if a message has several, the first counts
 _KEYS_OF = {"assistant": ("tool_calls", *_THOUGHTS), "tool": ("tool_call_id",)}  # in addition to _KEYS
-_EMPTY_KEYS = ("refusal", "audio", "function_call", "annotations", "tool_calls", *_THOUGHTS)  # ignored if empty
+_EMPTY_KEYS = ("audio", "function_call", "annotations", "tool_calls", *_THOUGHTS)  # ignored if empty
 _MEMORY_BYTES = 512 << 20
 _MAX_CHARACTERS = 16 << 20  # maximum characters of all messages together
 
@@ -122,7 +122,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     ``tool_call_id``.
 
     A given ``content`` may also be None, which means empty text, or a list of text parts, which are joined by newlines.
-    ``thinking`` and ``reasoning`` are other names of ``reasoning_content``.
+    An assistant message's ``refusal`` is another part. ``thinking`` and ``reasoning`` are other names of
+    ``reasoning_content``.
 
     Raises UsageError for an unknown role or key, or content that is not text.
     """
@@ -145,7 +146,11 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if role == "assistant":  # clients send answers back as they received them
         if message.get("reasoning_content") is None and "reasoning" in message:  # vLLM's name
             message = {**message, "reasoning_content": message["reasoning"]}
-        message = {key: value for key, value in message.items() if key not in ("reasoning", "parsed")}
+        if message.get("refusal"):  # OpenAI's API returns it in place of the content
+            content = message.get("content") or []
+            parts = content if isinstance(content, list | tuple) else [content]
+            message = {**message, "content": [*parts, message["refusal"]]}
+        message = {key: value for key, value in message.items() if key not in ("reasoning", "parsed", "refusal")}
         message = {key: value for key, value in message.items() if key not in _EMPTY_KEYS or value not in (None, [])}
     known = _KEYS_OF.get(role, ()) if isinstance(role, str) else ()
     check_names(message, (*_KEYS, *known), "key of a message")
@@ -167,8 +172,8 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text":
-        part = part.get("text")
+    if isinstance(part, Mapping) and part.get("type") in ("text", "refusal"):
+        part = part.get(part["type"])
     if isinstance(part, Mapping):
         raise UsageError(f"a part of type {shown(part.get('type'))} in a message: only text is supported")
     if not isinstance(part, str):

@@ -226,8 +226,30 @@ def test_an_answer_is_taken_as_it_was_given() -> None:
         "annotations": [],
     }
     assert ChatTemplate("{{ messages[0] | tojson }}", {}).render([message]) == '{"role": "assistant", "content": "x"}'
-    with pytest.raises(UsageError, match="refusal"):
-        ChatTemplate("ok", {}).render([{**message, "refusal": "no"}])
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"content": "", "refusal": "no"}, "no"),
+        ({"refusal": "no"}, "no"),
+        ({"content": "x", "refusal": "no"}, "x\nno"),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        ({"content": "x", "refusal": ""}, "x"),
+    ],
+)
+def test_a_refusal_is_text_of_an_answer(message: dict[str, Any], said: str) -> None:
+    answer = {"role": "assistant", **message}
+    assert ChatTemplate("{{ messages[0] | tojson }}", {}).render([answer]) == json.dumps(
+        {"role": "assistant", "content": said}
+    )
+
+
+@pytest.mark.parametrize("message", [{"role": "user", "refusal": "no"}, {"role": "assistant", "refusal": 5}])
+def test_a_wrong_refusal_is_rejected(message: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=r"refusal|must be text"):
+        ChatTemplate("ok", {}).render([{"content": "x", **message}])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {"x": [float("-inf")]}])
