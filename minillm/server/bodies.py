@@ -309,8 +309,8 @@ class ChatBody(_Generation):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise BadField("top_logprobs: only with logprobs", "top_logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise BadField("max_tokens and max_completion_tokens mean the same; give one", "max_tokens")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise BadField("max_tokens and max_completion_tokens mean the same, but differ; give one", "max_tokens")
 
     def params(self, defaults: Mapping[str, Any] = {}) -> dict[str, Any]:
         """Return the engine's sampling parameters. ``defaults`` are the model's own defaults. Raises BadField."""

@@ -100,6 +100,13 @@ def test_minus_one_is_no_limit_also_where_the_model_has_one(kind: Any, field: st
         assert body.params({"max_tokens": 99}) == body.params() == expected
 
 
+def test_both_names_of_the_limit_may_have_one_value() -> None:
+    """Load generators give both. Different values are an error."""
+    check(ChatBody, max_tokens=7, max_completion_tokens=7)
+    with pytest.raises(BadField, match="max_tokens and max_completion_tokens mean the same, but differ"):
+        check(ChatBody, max_tokens=7, max_completion_tokens=8)
+
+
 def test_the_schema_of_a_tool_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"type": "object"}
     for room, fits in ((0, True), (1, True), (-1, False)):
