@@ -135,6 +135,10 @@ class DiskModel(PoolModel):
         self.run_step()
         self.tier.add_tail(self.tables[seq], self.tokens[seq], None)
 
+    def wait_for_writer(self) -> None:
+        """Wait until the blocks that were given to the disk are written."""
+        self.tier._writer.submit(bool).result()
+
     def damage(self, rng: random.Random) -> None:
         """Flip a byte of a block's file, or cut the file."""
         files = sorted(block.path for block in listed(self.directory))
@@ -175,6 +179,7 @@ def random_disk_history(model: DiskModel, rng: random.Random, length: int) -> No
         elif choice < 0.97:
             model.restart(killed=rng.random() < 0.5)
         else:
+            model.wait_for_writer()  # so that later prompts read from disk, however busy the machine is
             model.manager.reset_prefix_cache()
         if rng.random() < 0.3:
             model.check()

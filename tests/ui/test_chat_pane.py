@@ -44,12 +44,11 @@ async def test_an_opened_conversation_is_read_ahead(tmp_path: Path, monkeypatch:
         return len(lines)
 
     async with chat() as pilot:
+        await settled(pilot)  # the pane may still be taking in the loaded model, and would then ask a second time
         await screen(pilot).chat_pane.open_conversation(conversation)
-        await until(pilot, count)  # the pane may still be taking in the loaded model, and then asks a second time
-        await settled(pilot)
-        before = count()
+        await until(pilot, lambda: count() == 1)
         await say(pilot, "/reload")
-        await until(pilot, lambda: count() > before)
+        await until(pilot, lambda: count() == 2)
 
 
 @anyio
