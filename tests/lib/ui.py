@@ -59,6 +59,11 @@ def screen(pilot: Pilot[Any]) -> ChatScreen:
     return chat_screen
 
 
+def is_told(pilot: Pilot[Any], words: str) -> bool:
+    """Return whether a notification contains ``words``."""
+    return any(words in each.message for each in pilot.app._notifications)
+
+
 async def say(pilot: Pilot[Any], text: str) -> None:
     """Type something and send it."""
     screen(pilot).query_one(PromptInput).text = text

@@ -11,7 +11,7 @@ import pytest
 from textual import events
 from textual.widgets import Collapsible, Input, OptionList, Static
 
-from lib.ui import answered, ask, chat, notes, say, screen, seen, until
+from lib.ui import answered, ask, chat, is_told, notes, say, screen, seen, until
 from minillm import system
 from minillm.service.messages import CacheChanged, LogEntry, MemoryUse, TokenChoice
 from minillm.ui.chat.answer_view import AnswerView
@@ -188,7 +188,7 @@ async def test_a_question_that_waits_comes_back_where_one_has_to_choose_first() 
         await until(pilot, lambda: "1 question queued" in seen(pilot))
         screen(pilot).chat_pane.run.stop()  # type: ignore[union-attr]
         await until(pilot, lambda: screen(pilot).query_one(PromptInput).text == "echo next")
-        await until(pilot, lambda: any("choose an answer first" in note.message for note in pilot.app._notifications))
+        await until(pilot, lambda: is_told(pilot, "choose an answer first"))
 
 
 async def test_dialogs_are_not_covered_by_what_was_said_before_and_have_no_commands() -> None:
@@ -247,7 +247,7 @@ async def test_a_candidate_that_does_not_exist_is_not_accepted(number: str) -> N
         turn = await ask(pilot, "echo hello")
         await say(pilot, f"/accept {number}")
         told = "give a candidate's number from 1 to 2"
-        await until(pilot, lambda: any(told in note.message for note in pilot.app._notifications))
+        await until(pilot, lambda: is_told(pilot, told))
         assert len(turn.answer.candidates) == 2
 
 
@@ -255,7 +255,7 @@ async def test_accept_without_candidates_is_told() -> None:
     async with chat() as pilot:
         await say(pilot, "/accept 1")
         told = "there are no answers to choose from; /n 3 asks for three"
-        await until(pilot, lambda: any(told in note.message for note in pilot.app._notifications))
+        await until(pilot, lambda: is_told(pilot, told))
 
 
 async def test_accepting_early_stops_the_others() -> None:
@@ -302,10 +302,6 @@ async def test_reasoning_is_folded() -> None:
 
 async def test_wrong_commands_are_explained_and_others_completed_while_typed() -> None:
     async with chat() as pilot:
-
-        def told(words: str) -> bool:
-            return any(words in note.message for note in pilot.app._notifications)
-
         wrong = {
             "/modle": "did you mean /model",
             "/set heat 3": "unknown parameter",
@@ -317,7 +313,7 @@ async def test_wrong_commands_are_explained_and_others_completed_while_typed() -
         }
         for text, words in wrong.items():
             await say(pilot, text)
-            await until(pilot, partial(told, words))
+            await until(pilot, partial(is_told, pilot, words))
             assert len(pilot.app._notifications) == 1, "in place of the one before"
         assert screen(pilot).query_one(PromptInput).text == ""
         await say(pilot, "/set temperature 0.25")

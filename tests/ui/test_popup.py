@@ -11,7 +11,7 @@ from textual import events
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.geometry import Region
 
-from lib.ui import FAKE, ask, chat, notes, say, screen, seen, settled, until
+from lib.ui import FAKE, ask, chat, is_told, notes, say, screen, seen, settled, until
 from minillm.errors import UsageError
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.chat.files import (
@@ -235,7 +235,7 @@ async def test_a_whole_name_is_the_command_that_enter_runs() -> None:
         await ask(pilot, "echo hello")
         await pilot.press(*"/n", "enter")
         told = "/n needs an argument"
-        await until(pilot, lambda: any(told in note.message for note in pilot.app._notifications))
+        await until(pilot, lambda: is_told(pilot, told))
         assert screen(pilot).chat_pane.conversation.turns, "/new was run"
 
 

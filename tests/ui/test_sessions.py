@@ -14,7 +14,7 @@ from textual import events
 from textual.widgets import OptionList
 
 from lib.block_files import chain, store_in, write
-from lib.ui import ask, chat, say, screen, seen, until
+from lib.ui import ask, chat, is_told, say, screen, seen, until
 from minillm.blockstore.files import blocks_dir
 from minillm.errors import MinillmError
 from minillm.service.messages import Command, Erase
@@ -82,7 +82,7 @@ async def test_delete_removes_the_conversation_and_its_blocks(tmp_path: Path, mo
         blocks.add_names(conversation.file_id, [key.name])
         write(blocks, key)
         await say(pilot, "/delete now")
-        await until(pilot, lambda: any("/delete yes" in note.message for note in pilot.app._notifications))
+        await until(pilot, lambda: is_told(pilot, "/delete yes"))
         assert blocks.has(key)
         monkeypatch.setattr(pane, "send", sent.append)
         await say(pilot, "/delete yes")
@@ -114,7 +114,7 @@ async def test_a_conversation_that_cannot_be_deleted_is_said(tmp_path: Path, mon
         await ask(pilot, "echo hello")
         monkeypatch.setattr(Path, "unlink", refuse)
         await say(pilot, "/delete yes")
-        await until(pilot, lambda: any(told in note.message for note in pilot.app._notifications))
+        await until(pilot, lambda: is_told(pilot, told))
         assert len(screen(pilot).chat_pane.conversation.turns) == 1
         await pilot.press("ctrl+o")
         await until(pilot, lambda: isinstance(pilot.app.screen, SessionsScreen))

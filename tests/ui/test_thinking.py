@@ -5,7 +5,7 @@ from __future__ import annotations
 import jinja2
 import pytest
 
-from lib.ui import FAKE, answered, ask, chat, say, screen, seen, until
+from lib.ui import FAKE, answered, ask, chat, is_told, say, screen, seen, until
 from minillm.text.chat_template import ChatTemplate
 from minillm.ui.chat.candidates import CandidateCard
 from minillm.ui.settings import Settings
@@ -75,7 +75,7 @@ async def test_a_limit_needs_tags() -> None:
     async with chat() as pilot:
         for command in ("/think 512", "/depths 256,512"):
             await say(pilot, command)
-            await until(pilot, lambda: any("no <think> tags" in note.message for note in pilot.app._notifications))
+            await until(pilot, lambda: is_told(pilot, "no <think> tags"))
             pilot.app.clear_notifications()
         assert screen(pilot).app.settings.request_params() == Settings("fake").request_params()
 

@@ -12,7 +12,7 @@ from textual import events
 from textual.widgets import Input, TextArea
 
 from lib.terminal import CHAT, session
-from lib.ui import ask, chat, notes, say, screen, seen, settled, until
+from lib.ui import ask, chat, is_told, notes, say, screen, seen, settled, until
 from minillm.errors import MinillmError
 from minillm.ui import terminal
 from minillm.ui.app import ChatApp
@@ -187,7 +187,7 @@ async def test_the_notice_before_quitting_names_the_key_that_is_bound(key: str, 
     async with chat(keymap={"quit": "f12", "interrupt": ["f11", "alt+q"]}) as pilot:
         await pilot.press("x", key)
         words = f"press {shown} again to quit"
-        await until(pilot, lambda: any(words in note.message for note in pilot.app._notifications))
+        await until(pilot, lambda: is_told(pilot, words))
         assert pilot.app.return_code is None
         await pilot.press(key)
         await until(pilot, lambda: pilot.app.return_code == 0)
