@@ -107,6 +107,7 @@ def test_codes_tell_clients_what_to_do(server: Server, path: str, stream: bool) 
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "context_length_exceeded"), error
     assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith("this model's maximum context length is "), "LiteLLM looks for these words"
     answer = httpx.post(f"{server.url}{path}", json={**prompt, "stream": stream, "model": "gpt-4o"}, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["type"]) == (404, "model_not_found", "invalid_request_error")

@@ -9,6 +9,7 @@ import msgspec
 from starlette.types import Send
 
 CONTEXT_LENGTH = "context_length_exceeded"  # OpenAI's code for a prompt that is too long
+_TOO_LONG = "this model's maximum context length is exceeded"  # LiteLLM and others look for these words
 _TYPE_JSON = (b"content-type", b"application/json")
 
 
@@ -34,7 +35,8 @@ class HTTPError(Exception):
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         code = self.code or {401: "invalid_api_key", 429: "rate_limit_exceeded"}.get(self.status)
-        return {"error": {"message": str(self), "type": kind, "param": self.field or None, "code": code}}
+        message = f"{_TOO_LONG}: {self}" if code == CONTEXT_LENGTH else str(self)
+        return {"error": {"message": message, "type": kind, "param": self.field or None, "code": code}}
 
 
 async def send_json(send: Send, status: int, value: Any, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:

@@ -178,8 +178,8 @@ class ResponseWriter(EventWriter):
         return failed.json()
 
     def failed(self, failed: HTTPError) -> bytes:
-        code = failed.json()["error"]["code"] or "server_error"
-        found = self.now("failed", error={"code": code, "message": str(failed)})
+        error = failed.json()["error"]
+        found = self.now("failed", error={"code": error["code"] or "server_error", "message": error["message"]})
         return self.encoded([{"type": "response.failed", "response": found}])
 
     def encoded(self, events: Iterable[Json]) -> bytes:
