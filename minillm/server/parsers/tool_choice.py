@@ -90,14 +90,16 @@ class ToolChoice:
 
     Attributes:
         tools: the tools shown to the model.
-        required: the answer must call one of these tools. If this is empty, the answer need not call any tool.
+        allowed: the tools that the answer may call. If this is empty, it may call all ``tools``.
+        required: the answer must call a tool.
         most: maximum number of calls in the answer.
         strict: names of tools. If the answer calls one of them, the arguments must follow the tool's schema.
         answer: the JSON schema of an answer that does not call a tool. None: such an answer is free text.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    required: tuple[Mapping[str, Any], ...] = ()
+    allowed: tuple[Mapping[str, Any], ...] = ()
+    required: bool = False
     most: int = _MOST_CALLS
     strict: frozenset[str] = frozenset()
     answer: Any = None
@@ -110,7 +112,7 @@ class ToolChoice:
         """
         if self.required:
             return ForcedReader()
-        tools = {tool["function"]["name"]: tool["function"]["parameters"] for tool in self.tools}
+        tools = {each["name"]: each["parameters"] for each in self._functions}
         if not tools:
             return PlainReader()
         if self.answer is not None:
@@ -125,9 +127,10 @@ class ToolChoice:
         """
         if not (self.required or self.strict or self.answer is not None):
             return {}
-        functions = [tool["function"] for tool in self.required or self.tools]
-        enforced = {each["name"] for each in functions} if self.required else self.strict
-        found = {each["name"]: _schema(each["parameters"]) if each["name"] in enforced else _ANY for each in functions}
+        found = {
+            each["name"]: _schema(each["parameters"]) if self.required or each["name"] in self.strict else _ANY
+            for each in self._functions
+        }
         return found if self.answer is None else {**found, _ANSWER: self.answer}
 
     def grammar(self, form: CallForm) -> dict[str, Any]:
@@ -135,7 +138,7 @@ class ToolChoice:
 
         The caller must add the rules ``arguments_0``, ``arguments_1`` and so on, one for each of the `schemas`.
         """
-        names = [tool["function"]["name"] for tool in self.required or self.tools]
+        names = [each["name"] for each in self._functions]
         if self.answer is not None:
             lines = [f"start: {_calls(form, self.most)} | arguments_{len(names)}"]
         else:
@@ -144,6 +147,10 @@ class ToolChoice:
         for number, name in enumerate(names):
             lines.append(f'call_{number}: {" ".join(map(json.dumps, form.head(name)))} arguments_{number} "}}"')
         return {"lark": "\n".join(lines)}
+
+    @property
+    def _functions(self) -> list[Mapping[str, Any]]:
+        return [tool["function"] for tool in self.allowed or self.tools]
 
 
 def _calls(form: CallForm, most: int) -> str:
@@ -225,26 +232,38 @@ def choice_of(body: ChatBody) -> ToolChoice:
     wanted = body.tool_choice
     if tools and body.fork_of is not None:
         raise BadField("tools: a fork continues the answer itself; leave tools out", "tools")
-    most = 1 if body.parallel_tool_calls is False else _MOST_CALLS
     if wanted == "none" or (not tools and wanted in (None, "auto")):
         return ToolChoice()
     if not tools:
         raise BadField("tool_choice: there are no tools; give tools as well", "tool_choice")
-    if wanted in (None, "auto"):
-        strict = frozenset(name for name in map(_strict_name, body.tools or ()) if name)
-        answer = _answer_schema(body)
-        if strict and body.grammar() and answer is None:
-            raise BadField("tools: a strict tool has its own grammar; leave the other grammar or strict out", "tools")
-        return ToolChoice(tools, most=most, strict=strict, answer=answer)
-    if body.grammar().keys() - {"response_format"}:
+    most = 1 if body.parallel_tool_calls is False else _MOST_CALLS
+    if wanted not in (None, "auto") and body.grammar().keys() - {"response_format"}:
         raise BadField("tool_choice: a tool call has its own grammar; leave the other grammar out", "tool_choice")
-    if wanted == "required":
-        return ToolChoice(tools, tools, most)
-    name = _named(wanted)
-    named = tuple(tool for tool in tools if tool["function"]["name"] == name)
-    if not named:
+    mode, chosen = _mode(wanted)
+    names = {_named(each) for each in chosen}
+    for name in names - {tool["function"]["name"] for tool in tools}:
         raise BadField(f"tool_choice: there is no tool {name!r}; use a name from tools", "tool_choice")
-    return ToolChoice(tools, named, 1)
+    allowed = tuple(tool for tool in tools if tool["function"]["name"] in names)
+    if mode == "required":
+        return ToolChoice(tools, allowed, required=True, most=1 if chosen == [wanted] else most)
+    strict = frozenset(names or filter(None, map(_strict_name, body.tools or ())))
+    answer = _answer_schema(body)
+    if strict and body.grammar() and answer is None:
+        raise BadField("tools: a strict tool has its own grammar; leave the other grammar or strict out", "tools")
+    return ToolChoice(tools, allowed, most=most, strict=strict, answer=answer)
+
+
+def _mode(wanted: Any) -> tuple[str, list[Any]]:
+    """Return "auto" or "required" for a ``tool_choice``, and the tools that it names. It names none to allow all."""
+    match wanted:
+        case None | "auto" | "required":
+            return wanted or "auto", []
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as named},
+        }:
+            return mode, named
+    return "required", [wanted]
 
 
 def _strict_name(tool: dict[str, Any]) -> str:
@@ -257,5 +276,5 @@ def _named(wanted: Any) -> str:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or set(wanted) | set(function or ()) > {"type", "function", "name"}:
         form = '{"type": "function", "function": {"name": "…"}}'
-        raise BadField(f"tool_choice must be none, auto, required or {form}", "tool_choice")
+        raise BadField(f"tool_choice must be none, auto, required, {form} or allowed_tools", "tool_choice")
     return name

@@ -141,9 +141,12 @@ def _choice(wanted: str | Json | None) -> str | Json | None:
     """Convert ``tool_choice`` to the format of a chat request. Raises BadField."""
     if not isinstance(wanted, dict):
         return wanted
+    if wanted.get("type") == "allowed_tools" and isinstance(tools := wanted.get("tools"), list):
+        allowed = {"mode": wanted.get("mode"), "tools": [_choice(tool) for tool in tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
     if wanted.get("type") != "function" or set(wanted) != {"type", "name"}:
         form = '{"type": "function", "name": "…"}'
-        raise BadField(f"tool_choice must be none, auto, required or {form}", "tool_choice")
+        raise BadField(f"tool_choice must be none, auto, required, {form} or allowed_tools", "tool_choice")
     return {"type": "function", "function": {"name": wanted["name"]}}
 
 

@@ -38,6 +38,12 @@ def tool(name: str, parameters: dict[str, Any], **more: Any) -> dict[str, Any]:
 NOTHING = {"type": "object", "properties": {"a": {"type": "nothing"}}}
 
 
+def allowing(mode: str, *names: str) -> Any:
+    """Return the ``tool_choice`` that allows these tools."""
+    named = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+
+
 def said(arguments: str) -> dict[str, Any]:
     """An assistant's message with a call that has these arguments."""
     function = {"name": "clock", "arguments": arguments}
@@ -81,6 +87,18 @@ def test_a_call_that_must_be_is_valid(client: openai.OpenAI, choice: Any, more: 
                 assert arguments == {}
         if choice is NAMED or "parallel_tool_calls" in more:
             assert len(each.message.tool_calls) == 1
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_can_be_called(client: openai.OpenAI, mode: str) -> None:
+    """pydantic-ai, dspy and LiteLLM send it. The model sees the other tools, so the prompt stays cached."""
+    for each in create(client, tool_choice=allowing(mode, "clock"), n=4).choices:
+        called = [call.function.name for call in each.message.tool_calls or ()]
+        assert called == ["clock"] * len(called)
+        assert called or mode == "auto"
+        assert "<tool_call>" not in (each.message.content or "")
+    counts = [create(client, **fields).usage.prompt_tokens for fields in ({}, {"tool_choice": allowing(mode, "clock")})]
+    assert counts[0] == counts[1]
 
 
 def test_a_stream_tells_the_name_first_and_then_the_arguments(client: openai.OpenAI) -> None:
@@ -257,9 +275,13 @@ def test_tools_are_part_of_the_prompt(client: openai.OpenAI, server: Server) -> 
         ({"tools": [{"type": "function"}]}, "tools", r"tools\[0\]\.function"),
         ({"tools": "x"}, "tools", "tools"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools", "two have the name clock"),
-        ({"tool_choice": "always"}, "tool_choice", "must be none, auto, required or"),
+        ({"tool_choice": "always"}, "tool_choice", "must be none, auto, required, "),
         ({"tool_choice": {"type": "function", "function": {"name": "w"}}}, "tool_choice", "there is no tool 'w'"),
         ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice", "must be none"),
+        ({"tool_choice": allowing("auto", "w", "clock")}, "tool_choice", "there is no tool 'w'"),
+        ({"tool_choice": allowing("auto")}, "tool_choice", "must be none"),
+        ({"tool_choice": allowing("none", "clock")}, "tool_choice", "must be none"),
+        ({"tool_choice": allowing("auto", "clock"), "extra_body": {"guided_choice": ["x"]}}, "tool_choice", "grammar"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "there are no tools"),
         ({"tool_choice": "required", "extra_body": {"guided_choice": ["x"]}}, "tool_choice", "other grammar"),
         ({"tool_choice": "required", "response_format": {"type": "text"}, "extra_body": {"guided_choice": ["x"]}},

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from lib.calls import read, together
 from minillm.grammar.grammar import Grammar, grammar_of
+from minillm.server.bodies import ChatBody
 from minillm.server.parsers.call_formats import Scanner
 from minillm.server.parsers.parts import ArgumentsPart, CallPart, Part, TextPart
 from minillm.server.parsers.thoughts import ThoughtReader
 from minillm.server.parsers.tool_calls import FORMATS, CallReader, ForcedReader
-from minillm.server.parsers.tool_choice import CallForm, ToolChoice, call_form, call_formats
+from minillm.server.parsers.tool_choice import CallForm, ToolChoice, call_form, call_formats, choice_of
 from minillm.service.prepare import with_arguments
 
 F = '{"name": "f", "arguments": {"a": "} </tool_call> \\" {", "b": [1, {}]}}'
@@ -156,7 +157,7 @@ def allowed(lark: str, text: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_forced_call_is_what_the_grammar_allows(form: CallForm) -> None:
-    choice = ToolChoice(tuple(TOOLS), tuple(TOOLS), 3)
+    choice = ToolChoice(tuple(TOOLS), required=True, most=3)
     grammar = grammar_of("grammar", {"lark": with_arguments(choice.grammar(form)["lark"], choice.schemas)})
     assert isinstance(grammar, Grammar)
     call = f'{{"name": "f", "{form.arguments}": {{"n": 3, "s": "a{{\\""}}}}'
@@ -204,6 +205,19 @@ def test_a_strict_call_is_what_the_schema_allows_in_an_answer_that_is_free(form:
         said, calls = together(read(choice.reader(form, FORMATS), text, list(range(len(text)))))
         assert len(calls) == text.count('"name"')
         assert calls or said == text
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_tool_that_is_not_allowed_cannot_be_called(form: CallForm) -> None:
+    wanted = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
+    choice = choice_of(ChatBody(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": wanted}))
+    grammar = with_arguments(choice.grammar(form)["lark"], choice.schemas)
+    before, _, behind = form.delimiters
+    call = f'{before}{{"name": "f", "{form.arguments}": {{"n": 3}}}}{behind}'
+    for text in (call, *FREE):
+        assert allowed(grammar, text) == (text, True)
+    assert allowed(grammar, call.replace('"f"', '"g.h-1"'))[1] is False
+    assert len(choice.tools) == 2
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

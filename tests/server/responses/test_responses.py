@@ -119,7 +119,12 @@ def test_openais_own_stream_puts_the_response_together(client: openai.OpenAI) ->
     assert done.output[2].name == "weather"
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}], ids=["required", "named"])
+ALLOWED = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "name": "weather"}, ALLOWED], ids=["required", "named", "allowed"]
+)
 def test_a_call_can_be_required(client: openai.OpenAI, choice: Any) -> None:
     response = create(client, tools=TOOLS, parallel_tool_calls=False, tool_choice=choice)
     [call] = response.output
@@ -249,6 +254,12 @@ def test_a_response_belongs_to_its_key(client: openai.OpenAI, server: Server) ->
         ({"tools": [*TOOLS, {"type": "web_search"}]}, "tools", r"tools\[1\].*web_search.*not supported"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools", r"tools\[0\]\.name must be"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice", "none, auto, required"),
+        ({"tools": TOOLS, "tool_choice": {**ALLOWED, "tools": 1}}, "tool_choice", "none, auto, required"),
+        (
+            {"tools": TOOLS, "tool_choice": {**ALLOWED, "tools": [{"type": "mcp"}]}},
+            "tool_choice",
+            "none, auto, required",
+        ),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"include": ["web_search_call.results"]}, "include", "web_search_call"),
         ({"max_output_tokens": -5}, "max_output_tokens", "^.*max_output_tokens"),
