@@ -87,6 +87,7 @@ class MessagesBody(SharedFields):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None  # older name of ``output_config.format``
     thread: Json | None = None  # rejected: this server does not hold conversations
     # labels and hints for Anthropic's own service; they have no effect
     metadata: Json | None = None
@@ -105,7 +106,8 @@ class MessagesBody(SharedFields):
         if "tool_calls" in last:
             raise BadField("messages: the last message has calls; add a message with their tool_result", "messages")
         config = self.output_config or OutputConfig()
-        schema = None if config.format is None else bodies.SchemaFormat(config.format.schema)
+        form = config.format or self.output_format
+        schema = None if form is None else bodies.SchemaFormat(form.schema)
         effort, budget = (None, None) if self.thinking is None else self.thinking.limits(config.effort)
         return ChatBody(
             **{name: getattr(self, name) for name in SharedFields.__struct_fields__},
@@ -224,7 +226,8 @@ def _read(service: Service, request: Request, name: str) -> tuple[MessagesBody, 
     chat = body.chat()
     if not service.facts.has_thinking_switch and CLOSE not in service.facts.chat_template:
         chat.reasoning_effort = None  # the model does not reason
-    return body, chat_call(service, request.state.tenant, name, chat, _NAMES)
+    names = _NAMES if body.output_format is None else {**_NAMES, "response_format": "output_format"}
+    return body, chat_call(service, request.state.tenant, name, chat, names)
 
 
 async def create_message(service: Service, request: Request) -> GeneratedResponse:

@@ -239,9 +239,11 @@ def test_arguments_that_are_cut_short_are_no_arguments(client: anthropic.Anthrop
     assert content_of(message) == [{"type": "tool_use", "name": "weather", "input": {}}]
 
 
-def test_answers_follow_a_schema(client: anthropic.Anthropic) -> None:
-    form: Any = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
-    message = create(client, {"output_config": form})
+@pytest.mark.parametrize("field", ["output_config", "output_format"])
+def test_answers_follow_a_schema(client: anthropic.Anthropic, field: str) -> None:
+    """inspect_ai and LiteLLM send the older name."""
+    form: Any = {"type": "json_schema", "schema": SCHEMA}
+    message = create(client, {field: {"format": form, "effort": "low"} if field == "output_config" else form})
     jsonschema.validate(json.loads(message.content[0].text), SCHEMA)
 
 
@@ -353,6 +355,7 @@ def calling(name: str, arguments: Any) -> Any:
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
             "output_config.format: the JSON schema has",
         ),
+        ({"output_format": {"type": "json_schema", "schema": {"type": "x"}}}, "output_format: the JSON schema has"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": "many"}, "max_tokens"),
