@@ -192,9 +192,12 @@ def _multiply(
     levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, *, gated: int, add: bool
 ) -> Tensor:
     """Multiply quantized tokens ``levels [tokens, in]`` with scales ``[tokens, 1]``; write to ``out`` or add to it."""
-    product = _sums(levels, token_scales, matrix, bias, out.dtype)
+    in_place = levels.shape[0] >= _SCALED_INSIDE and not gated and not add
+    product = _sums(levels, token_scales, matrix, bias, out.dtype, out if in_place else None)
+    if in_place:
+        return product
     if levels.shape[0] >= _SCALED_INSIDE:
-        return gate_mul(product, gated) if gated else out.add_(product) if add else out.copy_(product)
+        return gate_mul(product, gated) if gated else out.add_(product)
     columns = out.shape[1]
     _finish_kernel[(levels.shape[0], cdiv(columns, _TILE))](
         out, product, token_scales, matrix.scales, token_scales if bias is None else bias, columns, out.stride(0),
@@ -203,15 +206,20 @@ def _multiply(
     return out
 
 
-def _sums(levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _sums(
+    levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, dtype: torch.dtype,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return the layer's result ``[tokens, out]`` in ``dtype``, if there are at least `_SCALED_INSIDE` tokens.
 
-    For fewer tokens, return only the matmul of the levels, without scales and bias.
+    For fewer tokens, return only the matmul of the levels, without scales and bias. If ``out`` is given, the result is
+    written to it.
     """
     scales, extra = (_one(levels.device), _one(levels.device)), None
     if levels.shape[0] >= _SCALED_INSIDE:
         scales, extra = (token_scales, matrix.scales.t()), bias
-    return torch._scaled_mm(levels, matrix.levels.t(), *scales, bias=extra, out_dtype=dtype, use_fast_accum=True)
+    columns = matrix.levels.t()
+    return torch._scaled_mm(levels, columns, *scales, bias=extra, out_dtype=dtype, use_fast_accum=True, out=out)
 
 
 @functools.cache
