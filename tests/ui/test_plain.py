@@ -222,4 +222,4 @@ def test_an_end_that_is_not_saved_is_an_exit_code(plain: Plain, tiny_model: Path
     process = plain(tiny_model, tmp_path, "--plain", "--max-tokens", "3")
     _, errors = process.communicate(b"hello\n", 60)
     assert process.returncode == 1
-    assert b"cannot be saved" in errors
+    assert f"the conversation cannot be saved in {tmp_path / 'conversations'}: File exists\n".encode() in errors

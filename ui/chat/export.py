@@ -45,12 +45,12 @@ def export(conversation: Conversation, target: Path) -> Path:
     except FileExistsError:
         raise MinillmError(f"{target} exists; choose another name") from None
     except (OSError, ValueError) as error:
-        raise MinillmError(f"{target} cannot be written: {error}") from None
+        raise MinillmError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     try:
         with file:
             file.write(text)
     except OSError as error:
         with suppress(OSError):
             target.unlink()  # the file would be incomplete
-        raise MinillmError(f"{target} cannot be written: {error}") from None
+        raise MinillmError(f"{target} cannot be written: {error.strerror}") from None
     return target

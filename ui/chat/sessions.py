@@ -71,7 +71,7 @@ class SessionStore:
                     conversation.copy_id = uuid.uuid4().hex
                 self._write(conversation)
         except OSError as error:
-            raise MinillmError(f"the conversation cannot be saved: {error}") from None
+            raise MinillmError(f"the conversation cannot be saved in {self.directory}: {error.strerror}") from None
         return is_foreign
 
     def _write(self, conversation: Conversation) -> None:
@@ -115,7 +115,7 @@ class SessionStore:
             with os.fdopen(handle, "w", encoding="utf-8", errors="surrogatepass") as file:
                 file.write(text)
         except OSError as error:
-            raise MinillmError(f"the draft cannot be saved: {error}") from None
+            raise MinillmError(f"the draft cannot be saved in {self.directory}: {error.strerror}") from None
 
     def take_draft(self) -> str:
         """Return the unsent text of the last chat and delete its file. Return an empty text if nothing was saved."""
