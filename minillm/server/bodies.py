@@ -1,7 +1,6 @@
 """The bodies of requests. An unknown field, or a field of the wrong type, raises an error that names the field.
 
-The fields are OpenAI's (https://platform.openai.com/docs/api-reference) and our own, which are named as in
-`minillm.params`.
+The fields are OpenAI's (https://platform.openai.com/docs/api-reference) and our own, named as in `minillm.params`.
 """
 
 from __future__ import annotations
@@ -64,14 +63,16 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
     schema: dict[str, Any] | None = None  # only allowed with the type "json_object", as in llama.cpp and Together
+    value: dict[str, Any] | None = None  # TGI's name of ``schema``, which huggingface_hub's client sends
 
     def grammar(self) -> dict[str, Any] | None:
         """Return the engine's parameter ``grammar``, or None for free text. Raises BadField if fields contradict."""
         if self.type == "json_schema" and self.json_schema is None:
             raise BadField("response_format: json_schema is missing", "response_format")
-        if self.schema is not None and self.type != "json_object":
+        own = self.schema if self.value is None else self.value
+        if own is not None and self.type != "json_object":
             raise BadField("response_format: schema only with the type json_object; use json_schema", "response_format")
-        schema = self.schema if self.json_schema is None else self.json_schema.schema
+        schema = own if self.json_schema is None else self.json_schema.schema
         if self.type == "text":
             return None
         return {"json_object": True} if self.type == "json_object" and schema is None else {"json_schema": schema}

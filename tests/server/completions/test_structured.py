@@ -98,6 +98,7 @@ def test_texts_in_the_forms_that_other_clients_write(server: Server, name: str) 
     "form",
     [
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
+        {"response_format": {"type": "json_object", "value": SCHEMA}},
         {"structured_outputs": {"json": SCHEMA}},
         {"structured_outputs": {"json": json.dumps(SCHEMA)}},
         {"guided_json": SCHEMA},
