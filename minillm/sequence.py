@@ -99,6 +99,7 @@ class SequenceGroup:
     prompt: str | None = None
     parent: Sequence | None = None  # an idle sequence; at admission, blocks of equal first tokens are shared
     hold: bool = False  # keep completions' blocks when they end: the sequences become idle
+    pin: bool = False  # see `minillm.engine.requests.Request`
     salt: str | None = None  # only requests with the same salt share cached blocks
     end_ids: tuple[int, ...] = ()  # tokens that end a completion
     bad_words: tuple[tuple[int, ...], ...] = ()  # banned runs of tokens

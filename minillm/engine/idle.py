@@ -35,8 +35,9 @@ class IdleSequences:
         self.keep(sequence)
 
     def release(self, sequence: Sequence) -> None:
-        """Free an idle sequence's blocks, if they have not been evicted."""
+        """Free an idle or pinned sequence's blocks, if they have not been evicted."""
         self.idle.pop(sequence.seq_id, None)
+        self.pinned.pop(sequence.seq_id, None)
         if sequence.table is not None:
             self.cache.free(sequence.table)
         sequence.table, sequence.num_computed = None, 0
@@ -53,7 +54,7 @@ class IdleSequences:
         return True
 
     def pin(self, sequence: Sequence, groups_at_most: Iterable[int]) -> None:
-        """Pin an idle sequence, so that its blocks are never evicted.
+        """Pin an idle sequence, so that its blocks are never evicted. Pinning it again does nothing.
 
         Args:
             groups_at_most: for each running or waiting request, the maximum number of blocks that it may need.
@@ -62,6 +63,8 @@ class IdleSequences:
             CapacityError: the sequence was evicted, more than half of the pool would be pinned, or a running or waiting
                 request could not run any more.
         """
+        if sequence.seq_id in self.pinned:
+            return
         if sequence.table is None:
             raise CapacityError("other requests took the prefix's blocks; pin it again, or start with more blocks")
         total, num_blocks = self.num_pinned_blocks + len(sequence.blocks), self.cache.num_blocks
@@ -78,7 +81,7 @@ class IdleSequences:
 
     def unpin(self, sequence: Sequence) -> None:
         """Free a pinned sequence's blocks. Full blocks stay in the prefix cache until their memory is needed."""
-        if self.pinned.pop(sequence.seq_id, None) is not None:
+        if sequence.seq_id in self.pinned:
             self.release(sequence)
 
     @property

@@ -1,6 +1,5 @@
 """Operations on idle sequences: ended sequences that keep their blocks. Used for branches and pinned prefixes."""
 
-from minillm.engine.admission import blocks_at_most
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import CapacityError, MinillmError
@@ -47,15 +46,18 @@ def fork_idle(driver: Driver, sequence: Sequence, num_tokens: int | None = None)
 
 
 def release(driver: Driver, sequence: Sequence) -> None:
-    """Free an idle sequence's blocks."""
+    """Free an idle or pinned sequence's blocks."""
     with driver.locked() as engine:
         engine.scheduler.idle.release(sequence)
 
 
 def prefix_request(token_ids: list[int], salt: str | None, request_id: str = "") -> Request:
-    """Return a request that computes a prefix, so that `pin` can pin it. The request also generates one token."""
+    """Return a request that computes and pins a prefix. The request also generates one token.
+
+    Call `pin` for its sequence afterwards, which raises an error if the prefix could not be pinned.
+    """
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    return Request(token_ids, params, hold=True, salt=salt, request_id=request_id)
+    return Request(token_ids, params, hold=True, pin=True, salt=salt, request_id=request_id)
 
 
 def pin(driver: Driver, sequence: Sequence) -> None:
@@ -65,12 +67,10 @@ def pin(driver: Driver, sequence: Sequence) -> None:
         CapacityError: the sequence cannot be pinned. Its blocks have been freed.
     """
     with driver.locked() as engine:
-        scheduler = engine.scheduler
-        groups, size = (*scheduler.running, *scheduler.waiting), scheduler.cache.block_size
         try:
-            scheduler.idle.pin(sequence, (blocks_at_most(group, size) for group in groups))
+            engine.scheduler.pin(sequence)
         except CapacityError:
-            scheduler.idle.release(sequence)
+            engine.scheduler.idle.release(sequence)
             raise
 
 

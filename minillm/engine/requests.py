@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -11,7 +12,7 @@ from minillm.blockstore.tier import DiskTier
 from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.grammars import Grammars
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import MinillmError, RequestError, UsageError, as_known
+from minillm.errors import CapacityError, MinillmError, RequestError, UsageError, as_known
 from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, RequestOutput
 from minillm.params import Params
 from minillm.prompt_scores import PromptScores
@@ -30,6 +31,7 @@ class Request:
         prompt: the prompt's text, for the output.
         parent: an idle sequence. Tokens that the beginning of the prompt has in common with it are not computed again.
         hold: keep the completions' blocks when they end: the sequences become idle and can be parents.
+        pin: with ``hold``, pin the completion when it ends, if it can be pinned.
         salt: only requests with the same salt share blocks in the prefix cache.
         streamed: `Driver.run` also yields the request's deltas.
         offline: nobody reads the answer token by token. Steps that decode only such requests may compute more prompt
@@ -46,6 +48,7 @@ class Request:
     prompt: str | None = None
     parent: Sequence | None = None
     hold: bool = False
+    pin: bool = False
     salt: str | None = None
     streamed: bool = False
     offline: bool = False
@@ -109,6 +112,7 @@ class Requests:
             prompt=request.prompt,
             parent=request.parent,
             hold=request.hold,
+            pin=request.hold and request.pin,
             salt=self.salt_for(len(token_ids), request.salt),
             end_ids=tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}),
             bad_words=bad_words,
@@ -230,6 +234,9 @@ class Requests:
             if group.error is not None:  # sequences that ended before the error may be idle
                 for sequence in group.sequences:
                     self.scheduler.idle.release(sequence)
+            elif group.pin:  # before another step can evict it
+                with suppress(CapacityError):  # the caller's own `Scheduler.pin` raises it again
+                    self.scheduler.pin(group.sequences[0])
             group.metrics.finished_time = time.monotonic()
             del self.groups[group.request_id]
             self.finished[group.request_id] = group

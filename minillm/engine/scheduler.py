@@ -163,6 +163,11 @@ class Scheduler:
         group.error = group.error or RequestError(str(as_known(error)))
         self.failed.append(group)
 
+    def pin(self, sequence: Sequence) -> None:
+        """Pin an idle sequence, such as a system prompt; see `IdleSequences.pin`."""
+        groups, size = (*self.running, *self.waiting), self.cache.block_size
+        self.idle.pin(sequence, (need.blocks_at_most(group, size) for group in groups))
+
     def free(self, sequence: Sequence) -> None:
         """Free a sequence's blocks, on the device and in host memory."""
         self.preemption.free(sequence)

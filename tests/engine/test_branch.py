@@ -159,6 +159,21 @@ def test_misuse_is_explained(llm: LLM) -> None:
         branch.fork()
 
 
+def test_no_other_thread_takes_the_blocks_of_a_new_pin(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = idle_sequences.hold
+
+    def hold_while_another_thread_needs_blocks(*arguments: Any) -> Any:
+        found = hold(*arguments)
+        while llm.engine.scheduler.idle.evict():
+            pass
+        return found
+
+    monkeypatch.setattr(idle_sequences, "hold", hold_while_another_thread_needs_blocks)
+    pinned = llm.pin(list(range(40, 60)))
+    assert llm.cache_stats().used_blocks == 5
+    llm.unpin(pinned)
+
+
 def test_pins_are_kept_and_let_go(llm: LLM) -> None:
     pinned = llm.pin(list(range(40, 60)))
     assert llm.cache_stats().used_blocks == 5
