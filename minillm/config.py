@@ -56,19 +56,23 @@ def _disk_cache(name: str, value: Any) -> int:
 
 def _chat_template(name: str, value: Any) -> str | None:
     """Return the text of a chat template. ``value`` is this text or the name of a file with it."""
+    from minillm.text.sandbox_process import syntax_error  # imports Jinja, which most commands do not need
+
     if value is None:
         return None
     if not isinstance(value, str) or not value:
         raise UsageError(f"{name} must be a file or the text of a Jinja template, not {shown(value)}")
-    if "{{" in value or "{%" in value:
-        return value
-    path = expanded(value, name)
-    try:
-        text = read_bytes(path, _MAX_TEMPLATE).decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{name} {clean_line(value, 80)}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
-    if "{{" not in text and "{%" not in text:
-        raise UsageError(f"{name} {clean_line(value, 80)}: this is no Jinja template: it has neither {{{{ nor {{%")
+    text, subject = value, name
+    if "{{" not in value and "{%" not in value:
+        path, subject = expanded(value, name), f"{name} {clean_line(value, 80)}"
+        try:
+            text = read_bytes(path, _MAX_TEMPLATE).decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{subject}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
+        if "{{" not in text and "{%" not in text:
+            raise UsageError(f"{subject}: this is no Jinja template: it has neither {{{{ nor {{%")
+    if (wrong := syntax_error(text)) is not None:
+        raise UsageError(f"{subject}: {clean_line(wrong, 300)}")
     return text
 
 

@@ -88,12 +88,12 @@ class ChatTemplate:
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         answer = self._sandbox.ask({"template": self.source, "variables": variables, "limit": limit})
         if "refused" in answer:
-            raise UsageError(f"the model's chat template: {clean_line(str(answer['refused']), 300)}")
+            raise UsageError(f"the chat template: {clean_line(str(answer['refused']), 300)}")
         text = str(answer["text"])
         if num_known:
             _, end, text = text.rpartition(END_OF_MESSAGE)
             if not end:
-                raise UsageError("the model's chat template does not show earlier answers, so none can be continued")
+                raise UsageError("the chat template does not show earlier answers, so none can be continued")
         return _up_to_end(text, last) if continue_final_message else text
 
 
@@ -109,7 +109,7 @@ def _up_to_end(text: str, content: str) -> str:
     """
     end = text.rfind(END_OF_MESSAGE)
     if end < 0 or content.strip() not in text[:end]:
-        raise UsageError("the model's chat template does not show the whole last message, so it cannot be continued")
+        raise UsageError("the chat template does not show the whole last message, so it cannot be continued")
     trims = not text.startswith(f"{END_OF_MESSAGE} ", end)
     return text[:end].rstrip() if trims else text[:end]
 

@@ -85,13 +85,13 @@ class Sandbox:
             if not chunk:
                 late = not ready or time.monotonic() > deadline - 0.5
                 reason = f"takes more than {seconds:.0f} seconds" if late else "crashed, or takes too much memory"
-                raise WeightsError(f"the model's {self._subject} {reason}")
+                raise WeightsError(f"the {self._subject} {reason}")
             line += chunk
         if not is_short:
             writer.join()
         answer: dict[str, Any] = json.loads(line)
         if "broken" in answer:
-            raise WeightsError(f"the model's {self._subject}: {clean_line(str(answer['broken']), 300)}")
+            raise WeightsError(f"the {self._subject}: {clean_line(str(answer['broken']), 300)}")
         return answer
 
 

@@ -50,12 +50,28 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def syntax_error(source: str) -> str | None:
+    """Return the syntax error of a template, or None. The template is parsed, but does not run."""
+    try:
+        _environment().parse(source)
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno}: {error.message}"
+    except (RecursionError, ValueError):
+        return "an expression is nested too deeply, or a number is too long"
+    return None
+
+
+def _environment() -> jinja2.Environment:
+    """Return an environment with the tags that transformers provides."""
+    return jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+
+
 @cache
 def _template(source: str) -> jinja2.Template:
     """Compile the template, with the globals and filters that transformers provides."""
-    sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
-    )
+    sandbox = _environment()
     sandbox.filters["tojson"] = _tojson
     sandbox.globals["raise_exception"] = _raise_exception
     sandbox.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -320,12 +320,18 @@ def test_another_chat_template(run: Run, tmp_path: Path) -> None:
         ("/", "not a regular file"),
         ("words", "No such file"),
         ("FILE", "neither {{ nor {%"),
+        ("{{ messages }", "line 1: unexpected '}'"),
+        ("{{" + "(" * 5000, "nested too deeply"),
+        ("BROKEN", "broken: line 2: "),
     ],
 )
 def test_a_chat_template_that_is_none(run: Run, tmp_path: Path, value: str, said: str) -> None:
     path = tmp_path / "words"
     path.write_text("just words")
-    code, _, error = run("hello", "--chat", *FIXED, "--chat-template", value.replace("FILE", str(path)))
+    broken = tmp_path / "broken"
+    broken.write_text("{% if messages %}\n{% for")
+    value = value.replace("FILE", str(path)).replace("BROKEN", str(broken))
+    code, _, error = run("hello", "--chat", *FIXED, "--chat-template", value)
     assert (code, error.count("\n")) == (2, 1)
     assert said in error
 

@@ -231,7 +231,7 @@ def test_a_text_that_blows_up_is_one_line(
     for module in (sandbox, tokenizer):
         monkeypatch.setattr(module, "SECONDS", 0.3)  # some would go on for hours
     said = attempt(write(tmp_path, {**document(byte_level(tmp_path)), **BOMBS[kind]}), "a" * 100, "北京é" * 10)
-    assert "the model's tokenizer" in said
+    assert "the tokenizer" in said
     assert capfd.readouterr().err == ""
 
 
@@ -271,7 +271,7 @@ def test_a_killed_one_serves_the_next_text(tmp_path: Path, monkeypatch: pytest.M
     before = ours.encode("hello")
     with monkeypatch.context() as patch:
         patch.setattr(tokenizer, "SECONDS", 0.3)
-        with pytest.raises(WeightsError, match="the model's tokenizer"):
+        with pytest.raises(WeightsError, match="the tokenizer"):
             ours.encode("b" * 100)
     assert ours.encode("hello") == before
 
