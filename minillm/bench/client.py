@@ -69,6 +69,7 @@ class Endpoint:
             f"host: {self.host}:{self.port}",
             f"connection: {'keep-alive' if keep_alive else 'close'}",
             "content-type: application/json",
+            "accept: application/json, text/event-stream",
             f"content-length: {len(data)}",
             *([f"authorization: Bearer {self.key}"] if self.key else []),
         ]

@@ -104,6 +104,7 @@ class GeneratedResponse:
     usage: Usage = field(default_factory=Usage)
     _opening: bytes = b""  # events at the beginning of the stream that are not sent yet
     _started: bool = False  # the head of the response was sent
+    _knows_events: bool = False  # the client accepts the type of event streams, so it can read comments
     _heading: asyncio.Lock = field(default_factory=asyncio.Lock)  # protects sending the head
     _accepted: asyncio.Event = field(default_factory=asyncio.Event)  # set when the engine has checked all prompts
     _sent: float = 0.0  # time at which the last message was sent completely
@@ -119,6 +120,7 @@ class GeneratedResponse:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.current_task()
         assert work is not None
+        self._knows_events = b"text/event-stream" in dict(scope["headers"]).get(b"accept", b"")
         # `_watch` runs when this task first waits. By then the request has been sent to the engine or queued.
         send = self._recording_times(send)
         watching = asyncio.get_running_loop().call_soon(self._watch, work, receive, send)
@@ -346,7 +348,7 @@ class GeneratedResponse:
 
         Return bytes to send before the next events. These are the opening events, if they were not returned before. If
         the headers were sent before ``engine_seconds`` was known, the bytes end with an SSE comment that states this
-        time.
+        time, for clients that know comments. Load generators such as SGLang's and llmperf parse every line as data.
 
         Args:
             engine_seconds: the engine's time to the first token, for the header ``server-timing``; 0 if unknown.
@@ -355,7 +357,7 @@ class GeneratedResponse:
         async with self._heading:
             before, self._opening = self._opening, b""
             if self._started:
-                return before + (b": server-timing: " + timing + b"\n\n" if timing else b"")
+                return before + (b": server-timing: " + timing + b"\n\n" if timing and self._knows_events else b"")
             headers = [*_EVENT_HEADERS, (b"server-timing", timing)] if timing else _EVENT_HEADERS
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             self._started = True

@@ -52,7 +52,9 @@ async def skipped_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop._selector, "select", skip)  # type: ignore[attr-defined]
 
 
-async def respond(engine: Engine, queue: FairQueue, send: Any, send_seconds: float = 0.2) -> tuple[float, float]:
+async def respond(
+    engine: Engine, queue: FairQueue, send: Any, send_seconds: float = 0.2, accept: bytes = b"*/*"
+) -> tuple[float, float]:
     """Stream an answer; returns the seconds that it took and the clients that went away."""
     call = Complete("x", "t", [1, 2, 3], {}, streamed=True)
     metrics = Metrics(queue, list)
@@ -64,7 +66,7 @@ async def respond(engine: Engine, queue: FairQueue, send: Any, send_seconds: flo
 
     began = asyncio.get_running_loop().time()
     async with asyncio.timeout(100):
-        await answering({}, receive, send)
+        await answering({"headers": [(b"accept", accept)]}, receive, send)
     gone = metrics.registry.get_sample_value("minillm_disconnects_total")
     assert gone is not None
     return asyncio.get_running_loop().time() - began, gone
@@ -147,16 +149,18 @@ def noting(messages: list[tuple[float, Any]]) -> Any:
     return send
 
 
-async def test_a_stream_sends_its_head_soon_and_comments_while_nothing_else_comes() -> None:
+@pytest.mark.parametrize("accept", [b"*/*", b"text/event-stream"])
+async def test_a_stream_sends_its_head_soon_and_comments_while_nothing_else_comes(accept: bytes) -> None:
     messages: list[tuple[float, Any]] = []
-    await respond(SlowEngine(0.05, 35, 48), FairQueue(1, 1), noting(messages))
+    await respond(SlowEngine(0.05, 35, 48), FairQueue(1, 1), noting(messages), accept=accept)
     assert messages[0][0] == 0.2
     assert messages[0][1]["status"] == 200
     assert b"server-timing" not in dict(messages[0][1]["headers"])
     assert [moment for moment, message in messages if message.get("body") == b": alive\n\n"] == [10.2, 20.2, 30.2, 45]
     [(moment, first)] = [(moment, m) for moment, m in messages if b"word" in m.get("body", b"")]
     assert moment == 35
-    assert first["body"].startswith(b": server-timing: engine;dur=1500.000\n\ndata: {")
+    comment = b"" if accept == b"*/*" else b": server-timing: engine;dur=1500.000\n\n"
+    assert first["body"].startswith(comment + b"data: {")
     assert messages[-1][1]["body"] == b"data: [DONE]\n\n"
 
 
