@@ -59,6 +59,17 @@ def test_a_stream_says_how_long_the_engine_took(server: Server, path: str, more:
     assert 0 < float(milliseconds) < waited
 
 
+def test_a_request_that_offers_another_protocol_is_answered_with_http_1(server: Server) -> None:
+    """Java's client sends these headers with each request, until a server changes to HTTP/2."""
+    offer = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEAAEAAAAIAAAAB"}
+    with httpx.Client(headers=offer, timeout=60) as client:
+        for path in (*PATHS, *PATHS):
+            prompt = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+            answer = client.post(f"{server.url}{path}", json={**prompt, "max_tokens": 1})
+            assert answer.status_code == 200, answer.text
+            assert client.get(f"{server.url}/v1/models").status_code == 200
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_another_method_is_refused_and_the_right_one_named(server: Server, path: str) -> None:
     answer = httpx.get(f"{server.url}{path}")

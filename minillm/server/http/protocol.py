@@ -5,6 +5,7 @@ errors.
 """
 
 import asyncio
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ SEND_BYTES = 60 << 10
 _READ_BYTES = 64 << 10  # bytes to read at a time
 _PROBE_SECONDS = 0.25
 _BEGIN = b"HTTP/1.1 "  # start of every response
+_UPGRADE = re.compile(rb"(?i)\nupgrade:")
 
 
 class JoiningTransport:
@@ -103,6 +105,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._close_now()
             return
         self._num_framing += len(data)
+        if self._in_head:  # the parser would drop the body of a request for another protocol, such as Java's for HTTP/2
+            data = _UPGRADE.sub(b"\nignored:", data)
         super().data_received(data)
         if self._num_framing > HEADER_BYTES:
             self._end()
