@@ -143,8 +143,8 @@ class ChatScreen(FillsTerminal, IgnoresRemovedWidgets, Screen[None]):
             self.app.stop_engine()
         else:
             if pane.editing is not None:
-                pane.editing = None
                 pane.prompt.text = ""
+                pane.editing = None
                 self.notify("your question is unchanged")
             self.clear_selection()
             pane.transcript.select(None)

@@ -88,6 +88,8 @@ class ChatPane(Vertical):
 
     def watch_editing(self, turn: Turn | None) -> None:
         self.prompt.border_title = "" if turn is None else "editing · Enter asks as a branch · Esc cancels"
+        if turn is None:
+            self.waiting.bring_back()
 
     async def _take_state(self, state: EngineState) -> None:
         before, self.engine = self.engine, state
@@ -323,7 +325,7 @@ class ChatPane(Vertical):
         """Show another conversation. The engine frees the blocks of the previous conversation."""
         self.send(Forget(self.conversation.conversation_id))
         self.run = self.editing = self.compaction = None
-        self.waiting.clear()
+        self.waiting.restore_to_prompt()
         self._warned_full = False
         self.search.close()
         self.conversation = conversation

@@ -137,6 +137,8 @@ def _turn(pane: ChatPane) -> Turn:
 async def edit(pane: ChatPane, _: str) -> None:
     turn = _turn(pane)
     _check_idle(pane)
+    if pane.editing is None:
+        pane.waiting.set_aside()
     pane.editing = turn
     pane.prompt.text = ""
     pane.prompt.put_back(turn.question)

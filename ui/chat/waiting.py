@@ -17,6 +17,7 @@ class WaitingQuestions:
     def __init__(self, prompt: PromptInput, transcript: Transcript) -> None:
         self.prompt, self.transcript = prompt, transcript
         self._texts: list[str] = []
+        self._aside = ""  # the unsent text of the prompt, while it shows an earlier question to edit
 
     def put(self, text: str) -> None:
         """Queue a text."""
@@ -42,10 +43,20 @@ class WaitingQuestions:
             self.prompt.put_back(text)
         return bool(texts)
 
+    def set_aside(self) -> None:
+        """Store the prompt's unsent text until `bring_back`."""
+        self._aside = self.prompt.draft
+
+    def bring_back(self) -> None:
+        """Put the text that was set aside back into the prompt."""
+        text, self._aside = self._aside, ""
+        if text:
+            self.prompt.put_back(text)
+
     @property
     def unsent(self) -> str:
-        """Return the queued texts and the unsent text of the prompt, joined by blank lines."""
-        return "\n\n".join(filter(None, [*self._texts, self.prompt.draft]))
+        """Return all texts that were not sent, joined by blank lines."""
+        return "\n\n".join(filter(None, [*self._texts, self.prompt.draft, self._aside]))
 
     def show(self, *_: object) -> None:
         """Show below the prompt how many texts are queued.
