@@ -93,7 +93,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UsageError. The message suggests the most similar option or choice."""
         if message.startswith("unrecognized arguments: "):
-            unknown = message.removeprefix("unrecognized arguments: ").split()[0]
+            unknown = next(iter(message.removeprefix("unrecognized arguments: ").split()), "")
             if unknown.startswith("-"):
                 near = _closest_option(unknown.split("=")[0], self._option_string_actions)
                 message = f"unknown option {unknown!r}{near}"

@@ -1,5 +1,6 @@
 """Read the prompts of ``minillm generate`` from the command line, a file or standard input."""
 
+import json
 import os
 import select
 import stat
@@ -145,4 +146,6 @@ def _json_request(index: int, line: str, where: str) -> InputRow:
             raise UsageError(f"{where}: the prompt is empty")
     elif not (isinstance(prompt, list) and all(type(each) is int for each in prompt)):
         raise UsageError(f'{where}: "prompt" is text or a list of token ids')
-    return InputRow(index, prompt, messages, params, None if name is None else str(name), where)
+    if name is not None and not isinstance(name, str):
+        name = json.dumps(name)
+    return InputRow(index, prompt, messages, params, name, where)

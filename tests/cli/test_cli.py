@@ -113,8 +113,8 @@ def test_jsonl_requests_have_their_own_parameters_and_come_back_in_order(generat
     requests = [
         {"prompt": "a", "max_tokens": 30, "id": "long"},
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
-        {"prompt": [5, 6, 7], "max_tokens": 1, "logprobs": 2},
-        {"prompt": "x" * 5000},
+        {"prompt": [5, 6, 7], "max_tokens": 1, "logprobs": 2, "id": True},
+        {"prompt": "x" * 5000, "id": {"row": 7}},
         {"prompt": "b", "max_tokens": 3, "n": 2},
     ]
     path.write_text("\n".join(map(json.dumps, requests)) + "\n\n")
@@ -123,7 +123,9 @@ def test_jsonl_requests_have_their_own_parameters_and_come_back_in_order(generat
     assert result.returncode == 1
     assert result.stderr == "minillm: 1 of 5 prompts failed\n"
     assert [entry["index"] for entry in outputs] == [0, 1, 2, 3, 4]
-    assert outputs[0]["request_id"] == "long"
+    assert [entry["request_id"] for entry in outputs] == [
+        "long", "request-1", "true", '{"row": 7}', "request-4",
+    ]  # fmt: skip
     assert [len(entry["outputs"][0]["token_ids"]) if entry["outputs"] else None for entry in outputs] == [
         30,
         2,
@@ -223,6 +225,7 @@ MISTAKES = [
     (["generate", "x", "--chat", "--parse-special"], "for raw prompts"),
     (["generate", "x", "--config", "/no/config.toml"], "there is no /no/config.toml"),
     (["chat", "what", "is", "this"], "one argument too many: 'is'; put quotation marks"),
+    (["bench", "latency", ""], "one argument too many: ''"),
     (["chat", "--theme", "blue"], "unknown --theme 'blue'; known: dark, light"),
     (["chat", "--server", "http://localhost:1", "--plain"], "--server needs the app"),
     (["rm"], "MODEL"),
