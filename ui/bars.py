@@ -54,8 +54,10 @@ class TitleBar(Widget):
         elif state.phase in _PHASES:
             left.append(_PHASES[state.phase])
         right = settings_summary(self.settings).split(" · ") + ["system prompt"] * bool(self.settings.system)
-        if state.server:
+        if state.server and state.loaded is not None:
             left.insert(1, f"at {clean_line(state.server, 60)}")
+        elif state.server:  # its model is not known yet
+            left[0] = clean_line(state.server, 60)
         while right and sum(len(word) + 3 for word in left + right) > width:
             right.pop()
         text = Content(" · ").join([Content.styled(left[0], "$text bold"), *map(Content, left[1:])])

@@ -53,6 +53,8 @@ async def test_the_model_is_the_servers(tmp_path: Path) -> None:
         assert app.settings.model == "other"
         app.stop_engine()
         await until(pilot, lambda: app.chat.chat_pane.engine.phase == "off")
+        title = app.chat.query_one(TitleBar)
+        await until(pilot, lambda: str(title.render()).startswith(f"{ADDRESS} · no model loaded "))
         await say(pilot, "echo two")
         assert [each.message for each in app._notifications] == [
             f"the server at {ADDRESS} is not connected: /reload connects again"
