@@ -56,10 +56,10 @@ def _disk_cache(name: str, value: Any) -> int:
 
 def _chat_template(name: str, value: Any) -> str | None:
     """Return the text of a chat template. ``value`` is this text or the name of a file with it."""
-    from minillm.text.sandbox_process import syntax_error  # imports Jinja, which most commands do not need
-
     if value is None:
         return None
+    from minillm.text.sandbox_process import syntax_error  # imports Jinja, which most commands do not need
+
     if not isinstance(value, str) or not value:
         raise UsageError(f"{name} must be a file or the text of a Jinja template, not {shown(value)}")
     text, subject = value, name

@@ -192,12 +192,11 @@ def _multiply(
     levels: Tensor, token_scales: Tensor, matrix: LowBit, bias: Tensor | None, out: Tensor, *, gated: int, add: bool
 ) -> Tensor:
     """Multiply quantized tokens ``levels [tokens, in]`` with scales ``[tokens, 1]``; write to ``out`` or add to it."""
-    in_place = levels.shape[0] >= _SCALED_INSIDE and not gated and not add
-    product = _sums(levels, token_scales, matrix, bias, out.dtype, out if in_place else None)
-    if in_place:
-        return product
-    if levels.shape[0] >= _SCALED_INSIDE:
-        return gate_mul(product, gated) if gated else out.add_(product)
+    is_final = levels.shape[0] >= _SCALED_INSIDE
+    into = out if is_final and not gated and not add else None
+    product = _sums(levels, token_scales, matrix, bias, out.dtype, into)
+    if is_final:
+        return gate_mul(product, gated) if gated else out.add_(product) if add else product
     columns = out.shape[1]
     _finish_kernel[(levels.shape[0], cdiv(columns, _TILE))](
         out, product, token_scales, matrix.scales, token_scales if bias is None else bias, columns, out.stride(0),

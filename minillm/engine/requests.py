@@ -112,7 +112,7 @@ class Requests:
             prompt=request.prompt,
             parent=request.parent,
             hold=request.hold,
-            pin=request.hold and request.pin,
+            pin=request.pin,
             salt=self.salt_for(len(token_ids), request.salt),
             end_ids=tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}),
             bad_words=bad_words,
