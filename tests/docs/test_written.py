@@ -1,7 +1,8 @@
-"""Pages that scripts write are up to date, and docs/cli.md names every setting and variable."""
+"""Pages that scripts write are up to date, docs/cli.md names every setting and variable, docs/kernels.md every op."""
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from dataclasses import fields
@@ -9,6 +10,9 @@ from pathlib import Path
 
 import write_help
 import write_walk
+from minillm import kernels
+from minillm.kernels import reference
+from minillm.kernels.decode_state import reference as state_reference
 from minillm.user_config import UserConfig, read_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,3 +39,10 @@ def test_every_variable_of_ours_is_in_the_table() -> None:
     files = [path for folder in ("minillm", "kernels", "ui") for path in (ROOT / folder).rglob("*.py")]
     found = {name for path in files for name in re.findall("MINILLM_[A-Z_]+", path.read_text(encoding="utf-8"))}
     assert found == set(re.findall(r"MINILLM_[A-Z_]+", "".join(re.findall(r"^\| `.*$", CLI, re.M))))
+
+
+def test_every_op_is_in_the_table() -> None:
+    modules = {each.__name__ for each in (kernels, reference, state_reference)}
+    ops = {name for name, each in vars(kernels).items() if inspect.isfunction(each) and each.__module__ in modules}
+    first_column = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/kernels.md").read_text(encoding="utf-8"), re.M)
+    assert {name for name in ops if not name.startswith("_")} <= set(re.findall(r"`(\w+)`", "".join(first_column)))
