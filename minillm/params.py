@@ -243,7 +243,7 @@ class BeamSearchParams(_Params):
         UsageError: a value of the wrong type or out of range.
     """
 
-    beam_width: int = integer(4, 1, MAX_N, help="beams kept at each step, over all groups")
+    beam_width: int = integer(4, 1, MAX_N, help="beams kept at each step. Groups divide them evenly")
     n: int | None = integer(None, 1, MAX_N, help="answers to return, best first; None: all beams")
     length_penalty: float = number(
         1.0, -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY,

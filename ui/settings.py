@@ -117,11 +117,14 @@ def load_settings(file: UserConfig, flags: Settings, kept: "Overlay | None" = No
     sampling, beams = {**CHAT_SAMPLING, **file.sampling}, dict(file.beams)
     if kept is not None:
         sampling, beams = kept.over(sampling, beams)
+    beams |= flags.beams
+    if flags.beams:  # any option of beam search turns it on
+        beams.setdefault("beam_width", BeamSearchParams.beam_width)
     settings = Settings(
         model=flags.model,
         engine=for_desktop({**file.engine, **flags.engine}),
         sampling={**sampling, **flags.sampling},
-        beams={**beams, **flags.beams},
+        beams=beams,
         system=flags.system or file.system,
         theme=flags.theme or file.theme,
         bell=file.bell,

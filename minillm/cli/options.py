@@ -141,7 +141,9 @@ def add_sampling_options(parser: argparse.ArgumentParser, defaults: Mapping[str,
     note = "Defaults apply if neither config.toml nor the model sets a value."
     add_declared(parser.add_argument_group("sampling", note), SamplingParams, (), defaults)
     shared = {name for name, _, _ in declared(SamplingParams)}
-    add_declared(parser.add_argument_group("beam search, instead of sampling"), BeamSearchParams, shared)
+    note = f"Any of these options turns it on, with {BeamSearchParams.beam_width} beams unless --beam-width is given."
+    group = parser.add_argument_group("beam search, instead of sampling", note)
+    add_declared(group, BeamSearchParams, shared, {"beam_width": "no beam search"})
 
 
 def add_declared(

@@ -63,6 +63,14 @@ def test_the_file_and_the_flags_over_it(tmp_path: Path) -> None:
     assert (over.model, over.engine, over.sampling["temperature"]) == ("big", {"num_blocks": 7}, 1.0)
 
 
+def test_any_option_of_beam_search_turns_it_on(tmp_path: Path) -> None:
+    flags = {"length_penalty": 2.0}
+    assert load(tmp_path, None, beams=flags).num_candidates == 4, "as in `minillm run` and `generate`"
+    assert load(tmp_path, FILE, beams=flags).request_params()["length_penalty"] == 2.0
+    assert load(tmp_path, FILE, beams=flags).num_candidates == 3
+    assert not load(tmp_path, "[beams]\nlength_penalty = 2.0").searches, "the file prepares a later search"
+
+
 @pytest.mark.parametrize("option", [{"num_blocks": 7}, {"gpu_memory_utilization": 0.5}, {"pool_tokens": 99}])
 def test_the_pool_is_a_few_contexts_unless_its_size_is_said(tmp_path: Path, option: dict[str, Any]) -> None:
     assert load(tmp_path, None, engine=option).engine == option
