@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lib.models import write_sentencepiece_model
 from lib.terminal import session
 from minillm.llm import LLM
 from minillm.ui.chat.conversation import Conversation
@@ -130,6 +131,16 @@ def test_the_last_setting_of_think_holds(tiny_model: Path, tmp_path: Path) -> No
         chat.settings, chat.conversation = replace(chat.settings, thinks=thinks), Conversation()
         assert chat.handle("hi")
         assert ("no thought" in chat.llm.tokenizer.decode(chat._prompt())) == (thinks is False)
+
+
+def test_a_limit_of_reasoning_for_another_model_has_no_effect(tiny_model: Path, tmp_path: Path) -> None:
+    """`/think 512` in the app is saved for all models."""
+    dialogue = Dialogue(tiny_model, tmp_path, max_reasoning_tokens=512)
+    model = write_sentencepiece_model(tmp_path)
+    dialogue.chat.llm = LLM(str(model), device="cpu", num_blocks=120, chat_template="{{ messages[0].content }}")
+    assert dialogue.chat.handle("hello")
+    assert dialogue.notes.getvalue() == ""
+    assert dialogue.output.getvalue()
 
 
 def test_candidates_are_numbered_and_accepted(tiny_model: Path, tmp_path: Path) -> None:
