@@ -46,15 +46,18 @@ class PlainChat:
     notes: TextIO  # the stream for everything except answers
     conversation: Conversation = field(default_factory=Conversation)
     is_unsaved: bool = False  # whether the last attempt to save failed
+    has_failed: bool = False  # whether the last line failed
 
     def handle(self, line: str) -> bool:
         """Handle one line of input, a question or a command. Return False if it ends the chat."""
+        self.has_failed = False
         try:
             if is_command(line):
                 return self._command(*first_word(line[1:]))
             self._answer(with_files(line.strip(), Path.cwd()))
         except MinillmError as error:
             self.note(str(error))
+            self.has_failed = True
         return True
 
     def _command(self, name: str, argument: str) -> bool:
@@ -183,7 +186,7 @@ def run(
 ) -> int:
     """Chat until the input ends.
 
-    Ask ``question`` first if it is not empty. Return the exit code: 1 if the last save failed.
+    Ask ``question`` first if it is not empty. Return the exit code: 1 if the last line or the last save failed.
 
     Raises:
         UsageError: the model has no chat template.
@@ -200,7 +203,7 @@ def run(
         try:
             line = waiting.pop() if waiting else _next_line(sys.stdin)
             if not line or (line.strip() and not chat.handle(line.rstrip())):
-                return int(chat.is_unsaved)
+                return int(chat.is_unsaved or chat.has_failed)
             interrupted = False
         except KeyboardInterrupt:  # at the prompt, or just after the answer it should stop
             if interrupted or not sys.stdin.isatty():

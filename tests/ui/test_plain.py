@@ -234,3 +234,10 @@ def test_an_end_that_is_not_saved_is_an_exit_code(plain: Plain, tiny_model: Path
     _, errors = process.communicate(b"hello\n", 60)
     assert process.returncode == 1
     assert f"the conversation cannot be saved in {tmp_path / 'conversations'}: File exists\n".encode() in errors
+
+
+def test_a_last_line_that_fails_is_an_exit_code(plain: Plain, tiny_model: Path, tmp_path: Path) -> None:
+    process = plain(tiny_model, tmp_path, "1 a " * 500, "--max-tokens", "3")
+    out, errors = process.communicate(b"", 60)
+    assert (process.returncode, out) == (1, b""), errors
+    assert b"the prompt has" in errors
