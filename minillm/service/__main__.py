@@ -100,6 +100,8 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
         while prepare.advance(before_ready=True):
             pass
     facts = loaded(engine, name, time.monotonic() - began)
+    if not is_app:
+        requests.report(now=True)  # before the first request, because routers choose a server by its figures
     send(facts)
     if is_app:
         sessions.open("")

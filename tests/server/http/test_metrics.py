@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lib.server import served
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
 from minillm.service.call_messages import Figures
@@ -45,3 +49,10 @@ def test_routers_find_load_and_cache_under_the_names_of_vllm(
 @pytest.mark.parametrize("engines", [[], [None]])
 def test_an_engine_that_has_told_nothing_has_no_figures(engines: list[Figures | None]) -> None:
     assert "vllm:" not in Metrics(FairQueue(1, 1), lambda: engines).text().decode()
+
+
+def test_a_server_has_the_figures_of_its_engine_before_the_first_request(tiny_model: Path) -> None:
+    with served(tiny_model, "--num-blocks", "64") as running:
+        text = httpx.get(f"{running.url}/metrics", timeout=60).text
+    assert "\nvllm:kv_cache_usage_perc 0.0\n" in text
+    assert "\nminillm_cache_blocks 64.0\n" in text
