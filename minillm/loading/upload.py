@@ -18,9 +18,9 @@ from torch import Tensor
 Copy = Callable[[Tensor, Tensor], object]
 
 _THREADS = 8
-_PIECE = 4 << 20  # bytes; torch keeps one pinned buffer of this size for each thread
+_PIECE = 16 << 20  # bytes; torch keeps one pinned buffer of this size for each thread
 _LEAST = 1 << 20  # bytes: smaller tensors gain nothing
-_MOST_WAITING = 64  # pieces: they may keep tensors in memory that their source computed
+_MOST_WAITING = 16  # pieces: they may keep tensors in memory that their source computed
 
 
 @contextmanager
