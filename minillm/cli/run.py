@@ -12,7 +12,7 @@ from minillm.user_config import read_config
 from minillm.weights.manifest import load_manifest
 from minillm.weights.resolve import find
 
-_NAME = re.compile(r"[\w.:/@~+-]+", re.ASCII)  # a model's name, or its path
+_NAME = re.compile(r"[\w.:/@~+-]*[\w/]", re.ASCII)  # a model's name, or its path
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,6 +47,7 @@ def model_and_question(model: str | None, words: list[str]) -> tuple[str | None,
         try:
             find(first, load_manifest())
         except UsageError as error:
-            raise UsageError(f"{error}; put the question in quotation marks (one word names the model)") from None
+            advice = "put the question in quotation marks; a question of one word needs --model"
+            raise UsageError(f"{error}; {advice}") from None
         model, first = first, ""
     return model, " ".join(word for word in (first, *rest) if word)

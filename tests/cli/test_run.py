@@ -64,6 +64,8 @@ def base_model(tiny_model: Path, tmp_path: Path) -> Path:
         (None, ["org/name", "hi"], ("org/name", "hi")),
         ("smollm2-135m", ["why", "so"], ("smollm2-135m", "why so")),
         (None, ["Why?"], (None, "Why?")),
+        (None, ["Summarize:"], (None, "Summarize:")),  # as in `cat notes.txt | minillm run "Summarize:"`
+        (None, ["Hello.", "Who", "are", "you?"], (None, "Hello. Who are you?")),
         (None, ["为什么"], (None, "为什么")),
     ],
 )
@@ -80,7 +82,8 @@ def test_a_directory_with_a_blank_in_its_name_is_the_model(tmp_path: Path) -> No
 
 
 def test_a_first_word_that_is_not_a_model_is_an_error() -> None:
-    with pytest.raises(UsageError, match=r"unknown model 'what'; .* put the question in quotation marks"):
+    words = r"unknown model 'what'; .* put the question in quotation marks; a question of one word needs --model"
+    with pytest.raises(UsageError, match=words):
         model_and_question(None, ["what", "is", "this"])
 
 
