@@ -352,7 +352,8 @@ def compile_ahead(
 
     if compiler is not None:
         needed = [each for part in runner.rehearsals() for each in _missing(compiler, part)]
-        more = [each for shape in runner.first_shapes() for each in _missing(compiler, shape.work)]
+        if needed:  # otherwise an earlier process has compiled the others, too, and idle moments make sure of it
+            more = [each for shape in runner.first_shapes() for each in _missing(compiler, shape.work)]
         compiler.submit([*needed, *more])
         while compiler.num_processes >= _MIN_COMPILERS and not compiler.wait(needed, seconds=0.2):
             on_progress(Progress("compiling kernels, once", compiler.num_done, len({*needed, *more}), "kernels"))
