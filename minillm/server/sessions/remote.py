@@ -82,7 +82,7 @@ class Address:
         Raises:
             Busy: the status is 429.
             UsageError: the status is 400.
-            MinillmError: no server answers, or the response has any other status.
+            MinillmError: no server answers, or the response has any other status, such as 401 for a missing key.
         """
         key = os.environ.get("MINILLM_API_KEY", "")
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
@@ -97,6 +97,10 @@ class Address:
         reason, again = _reason(response), response.headers.get("retry-after", "1")
         if response.status == 429:
             raise Busy(f"the server at {self} is busy: {reason}", _pause(again))
+        if response.status == 401:
+            raise MinillmError(
+                f"the server at {self} requires an API key: set MINILLM_API_KEY, and start the chat again"
+            )
         if response.status == 400:
             raise UsageError(f"the server at {self} rejects this: {reason}")
         raise MinillmError(f"the server at {self} rejects this: {reason}")

@@ -178,3 +178,10 @@ def test_an_error_says_why_no_server_answers(error: Exception, why: str) -> None
     with pytest.raises(MinillmError, match=f"no server answers at http://x:1: .*{why}") as caught:
         Address.parse("http://x:1").ask(connection, "GET", "/")
     assert "\n" not in str(caught.value)
+
+
+def test_a_server_with_keys_names_the_variable_to_set() -> None:
+    response = SimpleNamespace(status=401, headers={}, read=lambda most: b'{"error": {"message": "send a header"}}')
+    connection: Any = SimpleNamespace(request=lambda *_: None, getresponse=lambda: response)
+    with pytest.raises(MinillmError, match="the server at http://x:1 requires an API key: set MINILLM_API_KEY"):
+        Address.parse("http://x:1").ask(connection, "GET", "/")
