@@ -26,6 +26,7 @@ from minillm.jobs.rows import Answer, InputRow, Style, num_tokens
 from minillm.params import BeamSearchParams
 from minillm.progress import ignore_progress
 from minillm.text.chat_template import plain_messages
+from minillm.text.safe import parse_json
 
 try:
     import ray
@@ -165,7 +166,10 @@ class Generate:
 
     def _parsed(self, given: Mapping[str, Any]) -> InputRow:
         own = given.get("params")
-        own = json.loads(own or "{}") if isinstance(own, str) else own
+        try:
+            own = parse_json(own or "{}") if isinstance(own, str) else own
+        except ValueError as error:
+            raise UsageError(f"params is not JSON: {error}") from None
         own = {} if own is None else own
         if not isinstance(own, Mapping):
             raise UsageError(f"params must be an object, not {shown(own)}")

@@ -183,7 +183,7 @@ def test_odd_characters_of_requests_come_back_as_they_were(
         ('{"prompt": "a", "temprature": 1}\n', ":1: unknown parameter 'temprature'"),
         ('{"prompt": "a", "top_p": 3}\n', ":1: top_p must be"),
         ('{"prompt": "a", "seed": 1, "beam_width": 2}\n', ":1: seed is for sampling, but this is a beam search"),
-        ('{"prompt": ' + "[" * 100_000, ":1: not JSON: maximum recursion"),
+        ('{"prompt": ' + "[" * 100_000, ":1: not JSON: it is nested too deeply"),
         ("\n\n", "holds no prompt"),
     ],
 )
