@@ -61,6 +61,8 @@ def depths(
     params = replace(llm.default_params(), max_tokens=deepest + _ANSWER) if params is None else params
     if not isinstance(params, SamplingParams):
         raise UsageError(f"depths need SamplingParams, not {type(params).__name__}")
+    if params.n > 1:
+        raise UsageError(f"n must be 1 for depths, not {params.n}: each depth has one answer")
     if params.max_tokens <= deepest:
         raise UsageError(f"max_tokens is {params.max_tokens}; it must be above the deepest of depths, {deepest}")
     text: Any = prompt

@@ -240,5 +240,7 @@ def test_depths_of_an_llm(directory: Path) -> None:
             llm.depths(prompt, [200], params)
         with pytest.raises(UsageError, match="n must be 1"):
             llm.depths(prompt, [3, 5], replace(params, n=2))
+        with pytest.raises(UsageError, match="n must be 1"):
+            llm.depths(prompt, [3], replace(params, n=2))
         with pytest.raises(UsageError, match="depths must be a list"):
             llm.depths(prompt, [], params)
