@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from typing import Self
 
-from minillm.checks import check_integer
+from minillm.checks import check_integer, shown
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
@@ -56,7 +56,7 @@ class Branch:
         Without ``params``, the model's own sampling parameters apply. `LLM.sample` continues several branches in one
         batch.
         """
-        return sample(self._driver, [self], params_list(params, 1, self._driver.engine.default_params))[0]
+        return sample(self._driver, [self], params)[0]
 
     def logprobs(self, count: int = 20) -> list[tuple[int, float]]:
         """Return the most probable next tokens, best first, as (token id, log-probability). Append nothing."""
@@ -108,10 +108,14 @@ class Branch:
         self.free()
 
 
-def sample(driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[Params]) -> list[CompletionOutput]:
+def sample(
+    driver: Driver, branches: SequenceOf[Branch], params: Params | SequenceOf[Params] | None
+) -> list[CompletionOutput]:
     """Continue several branches in one batch: append a completion to each, and return the completions."""
-    own = [each for each in params if isinstance(each, SamplingParams)]
-    if len(own) < len(params):
+    _check(branches)
+    each_params = params_list(params, len(branches), driver.engine.default_params)
+    own = [each for each in each_params if isinstance(each, SamplingParams)]
+    if len(own) < len(branches):
         raise UsageError("a branch goes on with SamplingParams, not by beam search")
     if any(each.n != 1 for each in own):
         raise UsageError("a branch goes on with one completion: SamplingParams with n=1; fork it to have several")
@@ -135,6 +139,7 @@ def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> l
 
     The list of a branch has (token id, log-probability) pairs, best first.
     """
+    _check(branches)
     count = check_integer("count", count, -1, MAX_LOGPROBS)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
     result = []
@@ -147,13 +152,18 @@ def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> l
     return result
 
 
-def _go_on(
-    driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[SamplingParams]
-) -> list[tuple[Sequence, RequestOutput]]:
+def _check(branches: SequenceOf[Branch]) -> None:
+    if not isinstance(branches, SequenceOf) or not all(isinstance(each, Branch) for each in branches):
+        raise UsageError(f"give a list of branches, not {shown(branches)}")
     for branch in branches:
         branch.check()
     if len({id(branch) for branch in branches}) != len(branches):
         raise UsageError("the same branch twice in one batch; fork it")
+
+
+def _go_on(
+    driver: Driver, branches: SequenceOf[Branch], params: SequenceOf[SamplingParams]
+) -> list[tuple[Sequence, RequestOutput]]:
     pairs = zip(branches, params, strict=True)
     requests = [Request(branch.token_ids, each, parent=branch.sequence, hold=True) for branch, each in pairs]
     return idle_sequences.hold(driver, requests)

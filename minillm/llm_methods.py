@@ -14,7 +14,7 @@ from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
-from minillm.params import BeamSearchParams, Params, SamplingParams, params_list
+from minillm.params import BeamSearchParams, Params, SamplingParams
 from minillm.sequence import Sequence as TokenSequence
 from minillm.text.prompts import Prompt
 from minillm.text.tokenizer import Tokenizer
@@ -173,7 +173,7 @@ def sample(
 
     ``params`` is one set for all branches, or a list with one set for each. ``n`` must be 1.
     """
-    return branches.sample(llm._driver, branches_, params_list(params, len(branches_), llm.default_params))
+    return branches.sample(llm._driver, branches_, params)
 
 
 def next_logprobs(llm: LLMInterface, branches_: Sequence[Branch], count: int = 20) -> list[list[tuple[int, float]]]:

@@ -140,6 +140,9 @@ def test_misuse_is_explained(llm: LLM) -> None:
         llm.beam_search("the", [])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="twice"):
         llm.sample([branch, branch], GREEDY)
+    for method in (llm.sample, llm.next_logprobs):
+        with pytest.raises(UsageError, match=r"a list of branches, not <Branch: \d+ tokens>"):
+            method(branch)  # type: ignore[arg-type]
     for count in (1000, -2, None, "5"):
         with pytest.raises(UsageError, match="count must be"):
             branch.logprobs(count)  # type: ignore[arg-type]
