@@ -1,5 +1,6 @@
 """`LLM`: the Python API."""
 
+import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import fields
 from functools import partial
@@ -8,11 +9,11 @@ from typing import Any, Self, TypeVar
 from minillm import depths as reasoning_depths
 from minillm import llm_methods as methods
 from minillm import scoring
-from minillm.checks import check_names
+from minillm.checks import check_names, shown
 from minillm.config import EngineConfig
 from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
-from minillm.errors import MinillmError
+from minillm.errors import MinillmError, UsageError
 from minillm.llm_methods import Prompts, SomeParams
 from minillm.loading.engine import load_engine
 from minillm.outputs import Delta, RequestOutput
@@ -48,7 +49,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
         on_progress: OnProgress | None = None,
         on_message: OnMessage = lambda message: None,
@@ -56,9 +57,12 @@ class LLM:
     ) -> None:
         check_names(options, [field.name for field in fields(EngineConfig)], "option")
         self.config = EngineConfig(**options)
-        self.name = model or load_manifest().default
+        if not isinstance(model, str | os.PathLike | None):
+            raise UsageError(f"a model is a name or a path, not {shown(model)}")
+        name = None if model is None else os.fspath(model)
+        self.name = name or load_manifest().default
         with loading_bar(on_progress) as report:
-            self.engine = load_engine(model, self.config, report, on_message)
+            self.engine = load_engine(name, self.config, report, on_message)
         self._driver = Driver(self.engine)
 
     @property

@@ -352,6 +352,13 @@ def test_wrong_options_are_errors(tiny_model: Path) -> None:
             LLM(str(tiny_model), **{"device": "cpu", **options})  # type: ignore[arg-type]
 
 
+def test_a_model_may_be_a_path_object(tiny_model: Path) -> None:
+    assert LLM(tiny_model, device="cpu", num_blocks=8).name == str(tiny_model)
+    for wrong in (5, b"model", ["model"]):
+        with pytest.raises(UsageError, match="a model is a name or a path, not"):
+            LLM(wrong)  # type: ignore[arg-type]
+
+
 def test_the_context_shrinks_to_a_small_pool(tiny_model: Path) -> None:
     small = LLM(str(tiny_model), device="cpu", num_blocks=8, block_size=4)
     assert small.engine.max_model_len == 32
