@@ -124,6 +124,18 @@ def test_a_finished_output_is_not_computed_again(run: Run, tmp_path: Path, monke
     assert output.read_bytes().count(b"\n") == 1
 
 
+@pytest.mark.parametrize(("form", "name"), [("--lines", "prompts.txt"), ("--jsonl", "prompts"), ("", "prompts.jsonl")])
+def test_lines_that_are_not_utf8_are_an_error(run: Run, tmp_path: Path, form: str, name: str) -> None:
+    path = tmp_path / name
+    lines = ['{"prompt": "tea"}\n', '{"prompt": "caf\u00e9"}\n']
+    path.write_text("".join(lines), encoding="latin-1")
+    code, out, said = run("-f", str(path), *filter(None, [form]), *FIXED)
+    assert (code, out) == (2, "")
+    assert said == f"minillm: error: {path}:2 is not UTF-8 text; convert the file, for example with iconv\n"
+    path.write_text("".join(lines), encoding="utf-8-sig")
+    assert run("-f", str(path), *filter(None, [form]), *FIXED)[0] == 0
+
+
 @pytest.mark.parametrize("text", ["notes of mine\n", "{}\n", '{"job": 3, "error": null}\n', "[" * 5000, "\n"])
 def test_another_file_is_not_overwritten(run: Run, tmp_path: Path, text: str) -> None:
     output = tmp_path / "out.jsonl"
