@@ -6,6 +6,7 @@ branches continue together in one batch (`sample`, `next_logprobs`).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence as SequenceOf
 from typing import Self
 
@@ -65,7 +66,8 @@ class Branch:
     def rollback(self, num_tokens: int) -> Self:
         """Remove the last ``num_tokens`` tokens. Raises UsageError if no token would be left."""
         self.check()
-        if not 0 <= num_tokens < len(self.token_ids):
+        num_tokens = check_integer("num_tokens", num_tokens, 0, sys.maxsize)
+        if num_tokens >= len(self.token_ids):
             raise UsageError(f"cannot roll back {num_tokens} of {len(self.token_ids)} tokens: one must be left")
         if num_tokens:
             del self.token_ids[-num_tokens:]

@@ -28,7 +28,8 @@ def check_capacity(group: SequenceGroup, max_num_seqs: int, cache: BlockManager,
     n, size = group.params.num_sequences, cache.block_size
     if n > max_num_seqs:
         raise CapacityError(
-            f"the request needs {n} sequences at a time (n or beam_width), and max_num_seqs is {max_num_seqs}"
+            f"the request needs {n} sequences at a time (n or beam_width), and max_num_seqs is {max_num_seqs}: ask for "
+            "fewer, or raise max_num_seqs"
         )
     needed = blocks_at_most(group, size)
     if needed > cache.num_blocks - num_pinned:

@@ -194,7 +194,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_arithmetic(model: Llam
     engine = engine_for(model, num_blocks=8, block_size=4)
     with pytest.raises(CapacityError, match=r"11 blocks of 4 tokens \(10 prompt tokens, 3 x 10 new ones\).* has 8"):
         engine.add_request("a", [7] * 10, SamplingParams(n=3, max_tokens=10))
-    with pytest.raises(CapacityError, match="max_num_seqs"):
+    with pytest.raises(CapacityError, match="raise max_num_seqs"):
         engine_for(model, max_num_seqs=2).add_request("a", [7], SamplingParams(n=3))
     engine.add_request("b", [7] * 10, SamplingParams(n=2, max_tokens=10, seed=0))
     while engine.has_work:
