@@ -107,6 +107,7 @@ def test_rollback_takes_tokens_back_and_frees_their_blocks(llm: LLM) -> None:
         other.free()
         with pytest.raises(UsageError, match="one must be left"):
             branch.rollback(1000)
+        wrong: Any
         for wrong in (-1, 1.0, True):
             with pytest.raises(UsageError, match="num_tokens must be"):
                 branch.rollback(wrong)
