@@ -1,6 +1,7 @@
 """Progress of long operations: as plain data, and as bars on terminals and in notebooks."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,6 +138,8 @@ def _tqdm() -> Any:
         from tqdm.auto import tqdm
     else:
         from tqdm import tqdm
+    if not hasattr(tqdm, "_lock"):  # tqdm's own lock works across processes: in Python 3.14 it starts one more process
+        tqdm.set_lock(threading.RLock())
     return tqdm
 
 

@@ -34,3 +34,16 @@ except AttributeError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[]\nmodule 'minillm' has no attribute 'LMM'\n"
+
+
+def test_progress_starts_no_process() -> None:
+    """A lock of multiprocessing starts a resource tracker in Python 3.14."""
+    code = """
+import _multiprocessing
+_multiprocessing.SemLock = None  # such a lock could not be created
+from minillm.progress import loading_bar, say
+with loading_bar(enabled=True) as report:
+    say("hello")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (0, "minillm: hello")

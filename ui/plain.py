@@ -114,7 +114,7 @@ class PlainChat:
         try:
             prompt = self._prompt()
             values = {name: value for name, value in settings.request_params().items() if name != "logprobs"}
-            if self.llm.engine.requests.reasoning_tags is None:  # the limit was set for another model
+            if self.llm.engine.requests.reasoning_tags is None:  # then the limit was set for another model
                 values.pop("max_reasoning_tokens", None)
             if settings.num_candidates > 1:
                 params: Any = (BeamSearchParams if settings.searches else SamplingParams)(**values)
