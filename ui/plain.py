@@ -114,8 +114,8 @@ class PlainChat:
         try:
             prompt = self._prompt()
             values = {name: value for name, value in settings.request_params().items() if name != "logprobs"}
-            if self.llm.engine.requests.reasoning_tags is None:  # then the limit was set for another model
-                values.pop("max_reasoning_tokens", None)
+            if self.llm.engine.requests.reasoning_tags is None:
+                values.pop("max_reasoning_tokens", None)  # it was set for another model
             if settings.num_candidates > 1:
                 params: Any = (BeamSearchParams if settings.searches else SamplingParams)(**values)
                 [output] = self.llm.generate([prompt], params)
