@@ -36,22 +36,19 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
     if prompts:
         if file not in (None, "-"):
             raise UsageError("give prompts either as arguments or with --file, not both")
-        tail = _tail(_text(_read("-")) if file == "-" or _is_piped() else "")
+        tail = _tail(_read("-") if file == "-" or _is_piped() else "")
         return [_text_request(i, text, f"prompt {i + 1}", tail) for i, text in enumerate(prompts)]
     source = file or "-"
+    name = "standard input" if source == "-" else source
+    form = form or ("jsonl" if source.endswith(".jsonl") else None)
     asked = file is None and os.isatty(0)
-    data = b"" if asked else _read(source)
-    text = _text(data)
+    text = "" if asked else _read(source, name if form else None)
     if file is None and not text.strip():
         why = "no prompt" if asked else "no prompt, standard input is empty"
         ways = 'give one in quotation marks, such as "Once upon a time"; `minillm generate` also takes --file FILE'
         raise UsageError(f"{why}: {ways}")
-    name = "standard input" if source == "-" else source
     split = text.replace("\r\n", "\n").split("\n")  # `str.splitlines` also splits text and JSON at U+2028
     lines = [(f"{name}:{number}", line) for number, line in enumerate(split, 1) if line.strip()]
-    form = form or ("jsonl" if source.endswith(".jsonl") else None)
-    if form is not None:
-        _check_utf8(data, name)
     if form == "jsonl":
         requests = [_json_request(index, line, where) for index, (where, line) in enumerate(lines)]
     elif form == "lines":
@@ -65,7 +62,7 @@ def read_requests(prompts: Sequence[str], file: str | None, form: str | None) ->
 
 def with_piped_text(question: str) -> str:
     """Return ``question``, followed by a blank line and the piped text if there is any."""
-    return question + _tail(_text(_read("-")) if _is_piped() else "")
+    return question + _tail(_read("-") if _is_piped() else "")
 
 
 def _tail(piped: str) -> str:
@@ -93,7 +90,12 @@ def _is_piped() -> bool:
     return False
 
 
-def _read(source: str) -> bytes:
+def _read(source: str, name: str | None = None) -> str:
+    """Read a file, or standard input ("-"). Raises UsageError if that fails, or if the file is too large.
+
+    ``name``: the file consists of lines. If one is not UTF-8, raise UsageError with this name and the line's number,
+    because a prompt would have other characters. Otherwise, replace what is not UTF-8 by U+FFFD.
+    """
     try:
         number = (
             0 if source == "-" else os.open(source, os.O_RDONLY | os.O_NONBLOCK)
@@ -105,19 +107,10 @@ def _read(source: str) -> bytes:
         raise UsageError(f"cannot read {source}: {error.strerror}") from None
     if len(data) > _MAX_BYTES:
         raise UsageError(f"{source} is larger than {_MAX_BYTES >> 20} MB; split it")
-    return data
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8-sig", errors="replace")
-
-
-def _check_utf8(data: bytes, name: str) -> None:
-    """Raise UsageError if the lines of a file are not UTF-8, because their prompts would have other characters."""
     try:
-        data.decode("utf-8")
+        return data.decode("utf-8-sig", errors="replace" if name is None else "strict")
     except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
+        number = error.object.count(b"\n", 0, error.start) + 1
         raise UsageError(f"{name}:{number} is not UTF-8 text; convert the file, for example with iconv") from None
 
 
