@@ -114,10 +114,9 @@ class PlainChat:
         try:
             prompt = self._prompt()
             values = {name: value for name, value in settings.request_params().items() if name != "logprobs"}
-            if self.llm.engine.requests.reasoning_tags is None:
-                values.pop("max_reasoning_tokens", None)  # it was set for another model
+            kind = BeamSearchParams if settings.searches else SamplingParams
+            params: Any = self.llm.engine.requests.with_possible_limit(kind(**values))
             if settings.num_candidates > 1:
-                params: Any = (BeamSearchParams if settings.searches else SamplingParams)(**values)
                 [output] = self.llm.generate([prompt], params)
                 answer.candidates = [Candidate(each.text, len(each.token_ids)) for each in output.outputs]
                 for number, each in enumerate(output.outputs, 1):
@@ -125,7 +124,7 @@ class PlainChat:
                 answer.finish_reason = "stop"
                 self.note("answer 1 is used; /accept N chooses another")
             else:
-                for delta in self.llm.stream(prompt, SamplingParams(**values)):
+                for delta in self.llm.stream(prompt, params):
                     answer.text += delta.text
                     answer.finish_reason = delta.finish_reason
                     print(clean(delta.text), end="", file=self.output, flush=True)

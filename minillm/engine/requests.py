@@ -139,6 +139,13 @@ class Requests:
         """The tags around the model's reasoning, such as ``<think>``; None if the model has none."""
         return None if self.tokenizer is None else ReasoningTags.of(self.tokenizer)
 
+    def with_possible_limit(self, params: Params) -> Params:
+        """Return a chat's ``params``, without the limit on reasoning if this model has no tags around its reasoning.
+
+        The limit was then set for another model.
+        """
+        return params if self.reasoning_tags is not None else replace(params, max_reasoning_tokens=None)
+
     def _reasoning_position(self, params: Params, token_ids: SequenceOf[int]) -> ReasoningPosition | None:
         """Return the state of the reasoning limit at the end of a prompt, or None if the request has no limit.
 
