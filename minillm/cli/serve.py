@@ -17,19 +17,19 @@ from minillm.config import EngineConfig
 from minillm.errors import UsageError
 from minillm.parallel.launch import Torchrun
 from minillm.progress import loading_bar, say
-from minillm.server.client import LoadingEvent
-from minillm.server.http.access import AccessRules
-from minillm.server.replicas import MAX_REPLICAS, start_engine
-from minillm.service.messages import Load, Loading, Notice
+from minillm.server.http.rules import AccessRules
+from minillm.service.process import start_engine
 from minillm.system import expanded
 from minillm.text.safe import clean_line
 from minillm.user_config import read_config
 
 if TYPE_CHECKING:
+    from minillm.server.client import LoadingEvent
     from minillm.server.service import Service
 
 _VARIABLE = "MINILLM_API_KEY"
 _SHORTEST_KEY = 8
+_MAX_REPLICAS = 64
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     # The engines import torch during the imports of this process. They end with this process if it fails below.
     processes = [start_engine(number, replicas, options) for number in range(replicas)]
     from minillm.server.serving import ServerConfig, serve
+    from minillm.service.messages import Load, Loading, Notice
 
     names = tuple(arguments.served_model_name or ())
     server = ServerConfig(arguments.host, arguments.port, rules, names, arguments.max_waiting, arguments.grace)
@@ -103,8 +104,8 @@ def _num_replicas(torchrun: Torchrun | None, asked: int | None, tensor_parallel_
 
     Raises UsageError if the option is out of range, or differs from torchrun's number.
     """
-    if asked is not None and not 1 <= asked <= MAX_REPLICAS:
-        raise UsageError(f"--replicas must be from 1 to {MAX_REPLICAS}, not {asked}")
+    if asked is not None and not 1 <= asked <= _MAX_REPLICAS:
+        raise UsageError(f"--replicas must be from 1 to {_MAX_REPLICAS}, not {asked}")
     if torchrun is None:
         return asked or 1
     count = torchrun.num_replicas(tensor_parallel_size)

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection, wait
 from minillm import system
 from minillm.errors import MinillmError, UsageError
 from minillm.jobs.engines import Died, Engines, Facts, Task
-from minillm.jobs.placement import place
 from minillm.jobs.rows import Answer, InputRow
+from minillm.parallel.placement import place
 from minillm.progress import OnProgress, Progress, say
 
 

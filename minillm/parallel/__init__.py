@@ -1,1 +1,1 @@
-"""Tensor parallelism: run one model in several processes (ranks) that work in step."""
+"""Several processes: the ranks of one model, which work in step (tensor parallelism), and the devices of several engines."""

@@ -24,7 +24,8 @@ from minillm.server.anthropic.routes import count_tokens, create_message
 from minillm.server.bodies import BadField
 from minillm.server.client import EngineDied
 from minillm.server.completions.routes import chat, complete
-from minillm.server.http.access import Access, AccessRules
+from minillm.server.http.access import Access
+from minillm.server.http.rules import AccessRules
 from minillm.server.http.sending import CONTEXT_LENGTH, HTTPError
 from minillm.server.openapi.document import document
 from minillm.server.parsers.tool_choice import shown_tools

@@ -10,20 +10,18 @@ import asyncio
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from minillm.errors import MinillmError
-from minillm.jobs.placement import place
 from minillm.server.client import Answer, CallClient, EngineDied, LoadingEvent
 from minillm.service import call_messages as messages
 from minillm.service.messages import Load, Loaded
-from minillm.service.process import ENGINE_COMMAND, EngineProcess
+from minillm.service.process import EngineProcess, start_engine
 
-MAX_REPLICAS = 64
 _PIECE = 128  # characters or token ids of a prompt that get a key together
 _MOST_PIECES = 512  # maximum number of pieces of a prompt
 _MOST_PREFIXES = 1 << 16  # number of keys with a stored engine
@@ -72,12 +70,6 @@ def keys_of(prompt: Any, salt: str | None) -> list[int]:
         key = hash((key, piece if isinstance(piece, str) else tuple(piece)))
         keys.append(key)
     return keys
-
-
-def start_engine(number: int, count: int, options: Mapping[str, Any]) -> EngineProcess:
-    """Start the process of engine ``number`` of ``count``. Raises UsageError if ``options`` name one GPU for all."""
-    words = place(number, count, options) if count > 1 else ()
-    return EngineProcess((*words, *ENGINE_COMMAND, "http"))
 
 
 @dataclass

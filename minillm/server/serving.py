@@ -18,10 +18,10 @@ import uvicorn
 from minillm.errors import UsageError
 from minillm.server.app import make_app
 from minillm.server.client import LoadingEvent
-from minillm.server.http.access import AccessRules
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
 from minillm.server.http.protocol import BoundedProtocol
+from minillm.server.http.rules import AccessRules
 from minillm.server.replicas import Replicas
 from minillm.server.service import Service
 from minillm.service.messages import Load

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
+from minillm.parallel.placement import place
 from minillm.system import PYTHON, start_connected
 
 ENGINE_COMMAND = (*PYTHON, "-m", "minillm.service")
@@ -72,3 +73,9 @@ class EngineProcess(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()  # it would notice no end while a slow app pauses the reading
         await self.wait()
+
+
+def start_engine(number: int, count: int, options: Mapping[str, Any]) -> EngineProcess:
+    """Start the process of engine ``number`` of ``count``. Raises UsageError if ``options`` name one GPU for all."""
+    words = place(number, count, options) if count > 1 else ()
+    return EngineProcess((*words, *ENGINE_COMMAND, "http"))

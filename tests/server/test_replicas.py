@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from lib.server import ROOT, Server, served
 from lib.torchrun import torchrun
-from minillm.jobs.placement import place
+from minillm.parallel.placement import place
 from minillm.server import replicas
 from minillm.server.client import EngineDied
 from minillm.server.replicas import PrefixEngines, Replicas, keys_of

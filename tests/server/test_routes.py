@@ -16,9 +16,9 @@ from minillm.checks import declared
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.server import bodies
 from minillm.server.app import make_app
-from minillm.server.http.access import AccessRules
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
+from minillm.server.http.rules import AccessRules
 from minillm.server.openapi.document import document
 
 PATHS = ["/v1/completions", "/v1/chat/completions"]

@@ -10,11 +10,9 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import re
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,48 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minillm.server.anthropic.answers import error_at, is_messages
 from minillm.server.http.metrics import Metrics
+from minillm.server.http.rules import AccessRules
 from minillm.server.http.sending import HTTPError, send_json
 
 OPEN_PATHS = ("/health", "/version")
-_LOCAL = ("127.0.0.1", "localhost", "::1")
 _SINGLE = ("host", "authorization", "x-api-key", "content-type", "origin", "content-length", "transfer-encoding")
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
 _CLOSE = [(b"connection", b"close")]  # headers of the response to a request with a body that is not read
 _MOST_OF_BODIES = 16 << 20  # maximum bytes of one tenant's large bodies in transit
-
-
-@dataclass(frozen=True)
-class AccessRules:
-    """The rules that requests must follow.
-
-    Attributes:
-        keys: maps each API key to its owner's name; if empty, every client is allowed.
-        hosts: names and addresses allowed in the Host header, without port; if empty, all are allowed.
-        origins: origins of web pages that may read responses, such as ``https://example.org``.
-        max_body: maximum size of a body in bytes.
-        body_seconds: maximum seconds for a body to arrive.
-    """
-
-    keys: Mapping[str, str] = field(default_factory=dict)
-    hosts: Collection[str] = _LOCAL
-    origins: Sequence[str] = ()
-    max_body: int = 8 << 20
-    body_seconds: float = 60.0
-
-    def tenant_of(self, given: str) -> str | None:
-        """Return the name of the owner of key ``given``; None for an unknown key.
-
-        This takes equally long for every key.
-        """
-        found = None
-        for key, name in self.keys.items():
-            if hmac.compare_digest(_digest(key), _digest(given)):
-                found = name
-        return found
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 class BodyMemory:

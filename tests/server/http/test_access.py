@@ -19,9 +19,10 @@ import pytest
 from lib.server import ROOT, Server, served
 from minillm.cli.serve import _keys as api_keys
 from minillm.server.app import make_app
-from minillm.server.http.access import Access, AccessRules, BodyMemory
+from minillm.server.http.access import Access, BodyMemory
 from minillm.server.http.fair_queue import FairQueue
 from minillm.server.http.metrics import Metrics
+from minillm.server.http.rules import AccessRules
 
 JSON = {"content-type": "application/json"}
 SMALL = b'{"prompt": "a", "max_tokens": 1}'
