@@ -627,7 +627,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          SHORT_PROMPTS + "test_only_short_steps_of_prompts_come_here"),
     ],
     "minillm/runner/device/graphs.py": [
-        ("rows-of-a-failed-recording", "Graphs._capture", "Expr 2", "pass",
+        ("rows-of-a-failed-recording", "Graphs.record_all", "Expr 3", "pass",
          SHORT_PROMPTS + "test_rows_are_back_when_a_recording_fails"),
     ],
     "minillm/runner/device/listed.py": [

@@ -1,1 +1,1 @@
-"""Several processes: the ranks of one model, which work in step (tensor parallelism), and the devices of several engines."""
+"""Several processes: the ranks of one model (tensor parallelism), and the devices of several engines."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,9 @@ class WorkGraphs(Graphs):
         self.ran.append(key)
         return self._recorded[key][1]()
 
-    def _record(self, work: Callable[[], Any]) -> Any:
-        work()  # on padding, like a GPU
+    def _rehearse(self, works: Iterable[Callable[[], object]]) -> None:
+        for work in works:
+            work()  # on padding, like a GPU
+
+    def _capture(self, work: Callable[[], Any]) -> Any:
         return None, work

@@ -86,3 +86,17 @@ def test_a_graph_is_rehearsed_with_one_layer(projected: list[Layer]) -> None:
     result = Graphs(rows, enabled=True).run("key", lambda: model.hidden(batch, runner.kv_cache))
     assert projected == [model.layers[-1], *model.layers]
     assert torch.equal(result, expected)
+
+
+@pytest.mark.gpu
+@torch.inference_mode()
+def test_pieces_are_rehearsed_together(projected: list[Layer]) -> None:
+    model = ours(hf_model(num_hidden_layers=LAYERS))
+    runner = Runner(model, 8, 16)
+    batch = runner.batch([ChunkWork([5] * 20, 0, [1, 2], 20, 1)], 0)
+    expected = model.hidden(batch, runner.kv_cache)
+    graphs = Graphs(torch.zeros(1, dtype=torch.int32, device=DEVICE), enabled=True)
+    forward = PiecewiseForward(model, runner.kv_cache, graphs, Ahead())
+    projected.clear()
+    assert torch.equal(forward.hidden(batch), expected)
+    assert len(projected) == 2 + LAYERS, "two kinds of pieces project: the first one and all others but the last"

@@ -222,11 +222,11 @@ def test_rows_are_back_when_a_recording_fails(monkeypatch: pytest.MonkeyPatch) -
     rows = torch.tensor([3, 1, 2])
     graphs, seen = Graphs(rows, enabled=True), []
 
-    def fail(work: Callable[[], Any]) -> Any:
+    def fail(works: object) -> None:
         seen.append(rows.tolist())
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(graphs, "_record", fail)
+    monkeypatch.setattr(graphs, "_rehearse", fail)
     with pytest.raises(torch.OutOfMemoryError):
         graphs.run("key", lambda: None)
     assert seen == [[-1, -1, -1]]

@@ -1,7 +1,7 @@
 """CUDA graphs: record work of a fixed shape once, and replay it with a single launch."""
 
 import gc
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -48,8 +48,23 @@ class Graphs:
 
         Do nothing if ``key`` is recorded or graphs are disabled.
         """
-        if self.lacks(key):
-            self._recorded[key] = self._capture(work)
+        self.record_all({key: work})
+
+    def record_all(self, works: Mapping[Hashable, Callable[[], object]]) -> None:
+        """Record a graph of each work, as `record` does for one. Layers of the same kind are rehearsed once for all."""
+        works = {key: work for key, work in works.items() if self.lacks(key)}
+        if not works:
+            return
+        kept = [rows.clone() for rows in self._rows]
+        for rows in self._rows:
+            rows.fill_(-1)
+        try:
+            self._rehearse(works.values())
+            for key, work in works.items():
+                self._recorded[key] = self._capture(work)
+        finally:
+            for rows, numbers in zip(self._rows, kept, strict=True):
+                rows.copy_(numbers)
 
     def recorded(self, fits: Callable[[Any], bool]) -> Any:
         """Return the smallest recorded key for which ``fits`` returns True, or None. These keys must be comparable."""
@@ -61,32 +76,25 @@ class Graphs:
         self._recorded.clear()
         self._pool = None
 
-    def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Rehearse ``work`` on padding, then record it."""
-        kept = [rows.clone() for rows in self._rows]
-        for rows in self._rows:
-            rows.fill_(-1)
-        try:
-            return self._record(work)
-        finally:
-            for rows, numbers in zip(self._rows, kept, strict=True):
-                rows.copy_(numbers)
+    def _rehearse(self, works: Iterable[Callable[[], object]]) -> None:
+        """Run each work with one layer of each kind, on the stream that records it.
 
-    def _record(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
-        """Run ``work`` with one layer of each kind, then record all of it.
-
-        The first run compiles the kernels, and creates what is kept for later calls, such as cuBLAS's workspace.
+        This compiles the kernels, and creates what is kept for later calls, such as cuBLAS's workspace.
         """
         device = self._rows[0].device
         stream = capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         try:
             with torch.cuda.stream(stream), one_layer_of_each_kind():
-                work()
+                for work in works:
+                    work()
         finally:
             torch.cuda.current_stream(device).wait_stream(stream)
+
+    def _capture(self, work: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Record ``work``."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(capture_stream(self._rows[0].device)):
             # If the garbage collector deleted another graph during the capture, the capture would fail.
             collects = gc.isenabled()
             gc.disable()
@@ -98,5 +106,4 @@ class Graphs:
                 if collects:
                     gc.enable()
         self._pool = graph.pool()
-        torch.cuda.current_stream(device).wait_stream(stream)
         return graph, result

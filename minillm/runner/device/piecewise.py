@@ -83,8 +83,7 @@ class PiecewiseForward:
 
     def _record(self, size: int) -> None:
         """Record the graphs of all pieces for ``size`` tokens. The contents of the buffers do not matter."""
-        for index in self._indices():
-            self._graphs.record(_key(size, index), partial(self._piece, size, index))
+        self._graphs.record_all({_key(size, index): partial(self._piece, size, index) for index in self._indices()})
 
     def _compute(self, size: int) -> None:
         for index in self._indices():
