@@ -221,6 +221,8 @@ class SamplingParams(_Params):
             raise UsageError("reasoning_depths must be below max_reasoning_tokens")
         if self.reasoning_depths and self.n > 1:
             raise UsageError("n must be 1 with reasoning_depths, which ask for an answer at each depth")
+        if not self.max_tokens and self.reasoning_depths:
+            raise UsageError("reasoning_depths need max_tokens of at least 1: with 0 there is no answer")
         if not self.max_tokens and self.n > 1:
             raise UsageError(f"n must be 1 where max_tokens is 0, not {self.n}: there is no answer")
 

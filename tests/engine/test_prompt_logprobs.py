@@ -208,6 +208,8 @@ def test_wrong_values_are_refused() -> None:
         SamplingParams(max_tokens=0, prompt_logprobs=0, n=2)
     with pytest.raises(UsageError, match="max_tokens must be at least 1 for beams"):
         BeamSearchParams(max_tokens=0, prompt_logprobs=0)
+    with pytest.raises(UsageError, match="reasoning_depths need max_tokens of at least 1"):
+        SamplingParams(max_tokens=0, prompt_logprobs=0, max_reasoning_tokens=8, reasoning_depths=[4])
 
 
 @settings(max_examples=examples(40), deadline=None)
