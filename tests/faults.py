@@ -342,8 +342,8 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          FAILURES + "test_the_device_is_told_everything_after_a_failure"),
     ],
     "minillm/engine/driver.py": [
-        ("streams-of-all-threads-looked-through", "Driver.run", "[name for name in mine if name in self._deltas]",
-         "[name for name in self._deltas if name in mine]", LLM + "test_streams_of_many_threads"),
+        ("streams-of-all-threads-looked-through", "Driver.run", "streams.items()", "self._deltas.items()",
+         LLM + "test_streams_of_many_threads"),
         ("stream-ends-before-its-last-delta", "Driver.run", "in ended:", "in [*self.engine.requests.finished]:",
          LLM + "test_a_step_of_another_caller_ends_no_stream_early"),
         ("left-stream-takes-the-deltas-of-others", "Driver.run", "self._keep(self.engine.carry_out_aborts())",

@@ -95,6 +95,7 @@ class Driver:
             added: called with the group of each accepted request.
         """
         mine: dict[str, Key] = {}
+        streams: dict[str, deque[Delta]] = {}  # of those of ``mine`` that are streamed
         more = True
         try:
             while more or mine:
@@ -112,16 +113,18 @@ class Driver:
                             yield key, refuse(key, as_known(error))
                         else:
                             mine[group.request_id] = key
+                            if group.streamed:
+                                streams[group.request_id] = self._deltas[group.request_id]
                             added(key, group)
                 ended = [name for name in list(self.engine.requests.finished) if name in mine]
                 if ended:
                     with self._lock:
                         pass  # the step that ended them has now kept their last deltas
-                for request_id in [name for name in mine if name in self._deltas]:
-                    deltas = self._deltas[request_id]
+                for request_id, deltas in streams.items():
                     while deltas:
                         yield mine[request_id], deltas.popleft()
                 for request_id in ended:
+                    streams.pop(request_id, None)
                     self._deltas.pop(request_id, None)
                     yield mine.pop(request_id), self.engine.requests.take(request_id)
                 if mine:

@@ -180,9 +180,10 @@ class Scheduler:
                     self.free(sequence)
         if self.disk_reads is not None:
             self.disk_reads.release(groups)
-        gone = set(groups)
+        gone, num_running = set(groups), len(self.running)
         self.running = [group for group in self.running if group not in gone]
-        self.waiting = deque(group for group in self.waiting if group not in gone)
+        if num_running - len(self.running) < len(gone):  # the others wait
+            self.waiting = deque(group for group in self.waiting if group not in gone)
 
     def _allocate_slots(self, chunk: Chunk, schedule: Schedule) -> bool:
         """Allocate slots for a chunk, evicting idle sequences and preempting the newest groups if necessary.

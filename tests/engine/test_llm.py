@@ -306,6 +306,22 @@ def test_abort_from_another_thread_keeps_what_was_said(llm: LLM) -> None:
     assert sum(len(delta.token_ids) for delta in deltas) > 0
 
 
+def test_no_step_goes_through_all_requests_that_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    searches, queues, scheduler = list[object](), set[int](), llm.engine.scheduler
+
+    class Deltas(dict[str, Any]):
+        def __contains__(self, name: object) -> bool:
+            searches.append(name)
+            return super().__contains__(name)
+
+    monkeypatch.setattr(llm._driver, "_deltas", Deltas())
+    monkeypatch.setattr(scheduler, "max_num_seqs", 2)
+    for _ in llm.as_completed([[5, 6]] * 100, SamplingParams(temperature=0, max_tokens=2)):
+        queues.add(id(scheduler.waiting))
+    assert len(queues) == 1, "the queue is copied, although only running requests have ended"
+    assert not searches
+
+
 def test_ctrl_c_stops_between_steps_and_keeps_what_is_finished(llm: LLM) -> None:
     finished = []
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 400, 400, 400)]
