@@ -95,6 +95,8 @@ class Requests:
         if request_id in self.groups or request_id in self.finished:
             raise UsageError(f"request id {request_id!r} is in use; wait until its output is taken or choose another")
         self.check_prompt(token_ids, min(1, params.max_tokens))
+        if params.stop and self.tokenizer is None:
+            raise UsageError("stop: this model has no tokenizer; give stop_token_ids instead of text")
         bad_words = bad_word_ids(params, self.tokenizer)
         check_ids(params, bad_words, self.vocab_size)
         allowed, matcher = params.allowed_token_ids, self.grammars.matcher(params)

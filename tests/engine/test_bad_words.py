@@ -96,6 +96,9 @@ def test_ids_beyond_the_vocabulary_and_text_without_a_tokenizer_are_refused(mode
         engine.add_request("a", [5], SamplingParams(bad_words=[[5, 97]]))
     with pytest.raises(UsageError, match="bad_words: this model has no tokenizer"):
         engine.add_request("b", [5], SamplingParams(bad_words=["x"]))
+    for params in (SamplingParams(stop="x"), BeamSearchParams(stop="x")):
+        with pytest.raises(UsageError, match="stop: this model has no tokenizer; give stop_token_ids"):
+            engine.add_request("c", [5], params)
 
 
 def test_more_beams_than_allowed_tokens_give_no_impossible_beam(models: tuple[Any, Any]) -> None:
