@@ -261,15 +261,18 @@ def owner_file(owner: str) -> str:
     return _OWNER + hashlib.sha256(owner.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def erase(root: Path, owner: str) -> int:
+def erase(root: Path, owner: str, names: Iterable[str] = ()) -> int:
     """Remove an owner's blocks from the directories of all engine identities. Return how many were removed.
 
-    Blocks that other owners also use stay. Raises OSError.
+    Blocks that other owners also use stay. ``names``: the owner's blocks, in case their list has been removed since
+    they were queued for writing. Raises OSError.
     """
     count = 0
-    for file in root.glob(f"*/{owner_file(owner)}"):
-        others = (path for path in file.parent.glob(f"{_OWNER}*") if path != file)
-        for name in _names_in(file).difference(*map(_names_in, others)):
+    for home in homes(root):
+        file = home / owner_file(owner)
+        others = (path for path in home.glob(f"{_OWNER}*") if path != file)
+        own = _names_in(file).union(names)
+        for name in own.difference(*map(_names_in, others)) if own else ():
             with suppress(FileNotFoundError):
                 os.unlink(file.with_name(name))
                 count += 1

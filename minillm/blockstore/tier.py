@@ -242,7 +242,7 @@ class DiskTier(StepObserver):
         self._unsaved = OrderedDict(each for each in self._unsaved.items() if each[1][1].name not in names)
         self._leaving = [each for each in self._leaving if each[1].name not in names]
         self._saved -= names
-        self._writes.append((self._writer.submit(erase, self.store.root, owner), 0))
+        self._writes.append((self._writer.submit(erase, self.store.root, owner, names), 0))
 
     def forget(self) -> None:
         self._leaving.clear()  # the failed step may have written to these blocks

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 
 import pytest
 
 from lib.disk_model import DiskModel, random_disk_history
 from lib.pool_model import PoolModel
+from minillm.blockstore.files import erase, listed
 
 
 def histories(directory: Path, operations: int, first_seed: int = 0) -> None:
@@ -164,3 +166,19 @@ def test_erasing_an_owner_spares_the_blocks_of_others(tmp_path: Path) -> None:
     model.tier.erase("two")
     model.restart(killed=False)
     assert model.tokens[model.allocate([1, 2, 7, 8, 0])] == []
+
+
+def test_blocks_that_are_being_written_are_erased_although_their_list_is_gone(tmp_path: Path) -> None:
+    """The chat removes the list and the blocks on it before it tells the engine."""
+    model, written = DiskModel(num_blocks=16, block_size=2, prefix_caching=True, directory=tmp_path), threading.Event()
+    model.tier._writer.submit(written.wait)
+    seq = model.allocate([])
+    model.append(seq, 0, [1, 2, 3, 4])
+    table = model.tables[seq]
+    PoolModel.run_step(model)
+    model.tier.add(table, [1, 2, 3, 4], "one")
+    assert erase(tmp_path, "one") == 0
+    model.tier.erase("one")
+    written.set()
+    model.restart(killed=False)
+    assert list(listed(tmp_path)) == []
