@@ -59,7 +59,7 @@ class SpeculativeSamples(Samples):
         super().__init__(requests, runner, seed)
         self._kind = LookupDrafts if draft is None else Drafts
         self._draft_costs = replace(_draft_costs(runner.model), draft=draft or 0.0)
-        self.num_verified = self.num_drafted = self.num_accepted = 0  # verified chunks, and their draft tokens, in all
+        self.num_drafted = self.num_accepted = 0  # draft tokens that were verified and accepted, since the start
 
     def begin(self, group: SequenceGroup) -> None:
         super().begin(group)
@@ -107,7 +107,6 @@ class SpeculativeSamples(Samples):
     def note_verified(self, chunk: DraftChunk, num_accepted: int) -> None:
         """Count a verified chunk's draft tokens, and adapt how many to propose. Without draft tokens, do nothing."""
         if chunk.draft:
-            self.num_verified += 1
             self.num_drafted += len(chunk.draft)
             self.num_accepted += num_accepted
             chunk.group.state.num_accepted[chunk.sequence.index] += num_accepted
