@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -100,7 +101,8 @@ class Access:
             state = scope.setdefault("state", {})
             state["tenant"] = tenant or ""
             if scope["method"] in ("POST", "PUT", "PATCH"):
-                state["body"] = await self._read(headers, receive, state["tenant"])
+                body = await self._read(headers, receive, state["tenant"])
+                state["body"] = body.removeprefix(codecs.BOM_UTF8)  # .NET's StreamWriter writes it
         except HTTPError as failed:
             await send_json(counted, failed.status, error_at(scope["path"], failed), failed.headers)
             return

@@ -192,6 +192,11 @@ def test_a_compressed_body_is_named(server: Server, encoding: str, status: int) 
     assert status == 200 or "content-encoding must be identity" in answer.json()["error"]["message"]
 
 
+def test_a_body_may_begin_with_a_byte_order_mark(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", content=b"\xef\xbb\xbf" + SMALL, headers=JSON, timeout=60)
+    assert answer.status_code == 200, answer.text
+
+
 def test_no_web_page_may_read_an_answer(server: Server) -> None:
     headers = {"origin": "https://evil.example", "access-control-request-method": "POST"}
     answer = httpx.options(f"{server.url}/v1/completions", headers=headers)
