@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import hashlib
+import os
 import re
 import secrets
 import sys
@@ -169,10 +170,10 @@ def _output(arguments: argparse.Namespace) -> Path:
     if arguments.output == "-":
         raise UsageError("--output is a file's name, not '-'; --json prints the JSON objects")
     path = expanded(arguments.output, "--output")
-    if arguments.shard is None:
-        return path
-    index, count = arguments.shard.split("/")
-    return path.with_name(f"{path.stem}.{int(index):0{len(str(int(count)))}}-of-{int(count)}{path.suffix}")
+    if arguments.shard is not None:
+        index, count = arguments.shard.split("/")
+        path = path.with_name(f"{path.stem}.{int(index):0{len(str(int(count)))}}-of-{int(count)}{path.suffix}")
+    return Path(os.path.realpath(path)) if path.is_symlink() else path  # else the output would replace the link
 
 
 @contextmanager

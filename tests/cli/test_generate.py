@@ -152,6 +152,18 @@ def test_another_file_is_not_overwritten(run: Run, tmp_path: Path, text: str) ->
     assert run("a", "-o", str(output), "--max-tokens", "1")[0] == 0
 
 
+def test_an_output_that_is_a_link_writes_the_file_behind_it(run: Run, tmp_path: Path) -> None:
+    output, link, loop = tmp_path / "data" / "out.jsonl", tmp_path / "latest.jsonl", tmp_path / "loop"
+    output.parent.mkdir()
+    link.symlink_to("data/out.jsonl")
+    loop.symlink_to("loop")
+    assert run("hello", *FIXED[:-1], "-o", str(link))[0] == 0
+    assert link.is_symlink()
+    assert output.read_bytes().count(b"\n") == 1
+    assert "is finished" in run("hello", *FIXED[:-1], "-o", str(link))[2]
+    assert run("hello", *FIXED[:-1], "-o", str(loop))[0] == 2
+
+
 def test_what_failed_stays_failed_in_a_finished_output(run: Run, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": [999999]}\n{"prompt": "a", "max_tokens": 1}\n')
