@@ -50,7 +50,7 @@ def rate(tokens_per_second: float | None) -> str:
 
 def say(message: str) -> None:
     """Write a message to stderr without breaking a progress bar."""
-    _tqdm().write(f"minillm: {clean_line(message, 1000)}", file=sys.stderr)
+    tqdm_class().write(f"minillm: {clean_line(message, 1000)}", file=sys.stderr)
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def _in_notebook() -> bool:
     return "ipykernel" in sys.modules
 
 
-def _tqdm() -> Any:
+def tqdm_class() -> Any:
     """Return the tqdm class. Imported here because the import takes a while."""
     if _in_notebook():
         from tqdm.auto import tqdm
@@ -144,4 +144,4 @@ def _tqdm() -> Any:
 
 
 def _bar(total: int | None, unit: str, **options: Any) -> Any:
-    return _tqdm()(total=total, unit=unit, file=sys.stderr, leave=False, dynamic_ncols=True, **options)
+    return tqdm_class()(total=total, unit=unit, file=sys.stderr, leave=False, dynamic_ncols=True, **options)

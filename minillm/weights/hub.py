@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from minillm.errors import DownloadError, WeightsError, nearest
-from minillm.progress import OnProgress, Progress, size
+from minillm.progress import OnProgress, Progress, size, tqdm_class
 from minillm.text.reading import Values
 from minillm.text.safe import clean_line, parse_json
 from minillm.weights.accepted import ADAPTER_CONFIG, read_config
@@ -244,9 +244,8 @@ def _transfer(source: HubSource, commit: str, file: HubFile, part: Path, on_prog
     from huggingface_hub import hf_hub_url
     from huggingface_hub.file_download import http_get
     from huggingface_hub.utils import build_hf_headers
-    from tqdm import tqdm
 
-    class Reporter(tqdm):
+    class Reporter(tqdm_class()):  # type: ignore[misc]
         """A progress bar of the hub client that prints nothing and calls ``on_progress`` instead."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:

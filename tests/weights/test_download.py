@@ -181,6 +181,19 @@ def test_the_hub_client_prints_nothing(server: FakeHub) -> None:
     assert "Error while downloading" not in done.stderr
 
 
+def test_a_download_makes_no_lock_of_multiprocessing(server: FakeHub) -> None:
+    """Such a lock starts a resource tracker in Python 3.14."""
+    script = """
+import _multiprocessing
+_multiprocessing.SemLock = None  # such a lock could not be created
+from minillm.weights.resolve import resolve
+resolve("org/model")
+"""
+    environment = {**os.environ, "HF_ENDPOINT": server.endpoint}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_new_commit_does_not_go_on_with_the_old_ones_bytes(server: FakeHub) -> None:
     partial = models_dir() / "tiny.partial"
     partial.mkdir(parents=True)
