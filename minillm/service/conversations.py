@@ -106,7 +106,8 @@ class Conversations:
         fitting = partial(engine.scheduler.idle.tokens_that_fit, len(token_ids), params.num_sequences)
         if fitting() < command.min_context_left:
             self._files.release(command.conversation)
-        params = replace(params, max_tokens=max(1, min(params.max_tokens, fitting())))  # shortened, not rejected
+        most = max(1, min(params.max_tokens, fitting()))
+        params = replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))  # shortened, not rejected
         if depths and params.max_tokens <= (params.max_reasoning_tokens or 0):
             raise UsageError(f"each answer may have {params.max_tokens} tokens here; give smaller depths, or fewer")
         parent = self._nearest(command.conversation, token_ids)

@@ -374,6 +374,17 @@ async def test_a_file_that_needs_much_of_the_pool_is_not_pinned(tiny_model: Path
     assert 4 * engine.scheduler.idle.num_pinned_blocks <= 24
 
 
+async def test_an_answer_is_shorter_than_its_minimum_where_the_pool_has_less_space(tiny_model: Path) -> None:
+    engine = load_engine(str(tiny_model), EngineConfig(device="cpu", num_blocks=16))
+    said: list[Event] = []
+    conversations = Conversations(Driver(engine), said.append)
+    conversations.handle(Generate("a", "c", turns("hello " * 9), {**GREEDY, "max_tokens": 250, "min_tokens": 240}))
+    while not conversations.is_idle:
+        step(conversations)
+    [finished] = [event for event in said if isinstance(event, Finished | RequestFailed)]
+    assert isinstance(finished, Finished), finished
+
+
 async def test_probabilities_of_the_tokens(engine: Running, tiny_model: Path) -> None:
     async with engine(str(tiny_model)) as running:
         running.send(question("a", "hello", logprobs=3))
