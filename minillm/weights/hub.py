@@ -181,17 +181,17 @@ def _fetch(source: HubSource, commit: str, file: HubFile, partial: Path, on_prog
     target = partial / file.name
     if not target.exists():
         part = partial / f"{file.name}.part"
-        if not _link_from_hub_cache(source, commit, file, part):
+        if not _link_from_hub_cache(source, commit, file, part, on_progress):
             _transfer(source, commit, file, part, on_progress)
-        _check(file, part, on_progress)
+            _check(file, part, on_progress)
         part.replace(target)
     return FileRecord(file.name, target.stat().st_size, file.sha256 or sha256_of(target))
 
 
-def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Path) -> bool:
+def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Path, on_progress: OnProgress) -> bool:
     """Hard-link a file from the hub client's cache to ``part``, which saves the download.
 
-    Return False if the cache does not have the file, or if linking fails.
+    Return False if the cache does not have the file, or a damaged one, or if linking fails.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -201,7 +201,8 @@ def _link_from_hub_cache(source: HubSource, commit: str, file: HubFile, part: Pa
     part.unlink(missing_ok=True)
     try:
         os.link(os.path.realpath(found), part)
-    except OSError:
+        _check(file, part, on_progress)
+    except (OSError, DownloadError):
         return False
     return True
 

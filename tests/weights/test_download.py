@@ -312,6 +312,15 @@ def test_what_another_tool_has_fetched_is_not_fetched_again(server: FakeHub, tmp
     assert (files.path / "model.safetensors").read_bytes() == WEIGHTS
 
 
+def test_a_damaged_file_of_another_tool_is_fetched(server: FakeHub, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--model" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").write_bytes(b"\0" * len(WEIGHTS))
+    files = pull()
+    assert (files.path / "model.safetensors").read_bytes() == WEIGHTS
+    assert (snapshot / "model.safetensors").read_bytes() == b"\0" * len(WEIGHTS), "the other tool's file is left alone"
+
+
 def test_too_little_space_is_said_before_anything_is_fetched(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
