@@ -66,7 +66,7 @@ def _chat_template(name: str, value: Any) -> str | None:
     if "{{" not in value and "{%" not in value:
         path, subject = expanded(value, name), f"{name} {clean_line(value, 80)}"
         try:
-            text = read_bytes(path, _MAX_TEMPLATE).decode("utf-8")
+            text = read_bytes(path, _MAX_TEMPLATE).decode("utf-8-sig")
         except (OSError, ValueError) as error:
             raise UsageError(f"{subject}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
         if "{{" not in text and "{%" not in text:

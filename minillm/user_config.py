@@ -102,7 +102,7 @@ def read_config(file: str | None = None) -> UserConfig:
     """
     path = config_dir() / "config.toml" if file is None else expanded(file, "--config")
     try:
-        values = tomllib.loads(read_bytes(path, _MAX_BYTES).decode("utf-8"))
+        values = tomllib.loads(read_bytes(path, _MAX_BYTES).decode("utf-8-sig"))
         _check_settings(values)
         return UserConfig(**values)
     except FileNotFoundError:

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 
+from minillm.cli.serve import _keys as api_keys
+from minillm.config import EngineConfig
 from minillm.errors import UsageError
+from minillm.ui.chat.files import with_files
+from minillm.ui.preferences import PreferencesFile
 from minillm.user_config import UserConfig, read_config
 from minillm.weights.manifest import default_model
 
@@ -99,3 +103,17 @@ def test_what_is_given_goes_before_the_file_and_the_file_before_the_model(
     config: UserConfig, given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     assert config.request_values(given, MODEL) == expected
+
+
+def test_files_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    mark = "\ufeff"
+    config = Path(written(tmp_path, f"{mark}theme = 'nord'\n"))
+    assert read_config(str(config)).theme == "nord"
+    PreferencesFile(tmp_path / "chat.json", config).write_theme("dark")
+    assert read_config(str(config)).theme == "dark"
+    (tmp_path / "keys").write_text(f"{mark}key-of-anna\n")
+    assert api_keys("", str(tmp_path / "keys")) == {"key-of-anna": "key 1"}
+    (tmp_path / "template").write_text(mark + "{{ messages }}")
+    assert EngineConfig(chat_template=str(tmp_path / "template")).chat_template == "{{ messages }}"
+    (tmp_path / "notes.txt").write_text(f"{mark}notes")
+    assert with_files("@notes.txt", tmp_path) == "@notes.txt\n\n```notes.txt\nnotes\n```"

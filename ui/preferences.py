@@ -150,7 +150,7 @@ class PreferencesFile:
             MinillmError: the file cannot be read or written.
         """
         try:
-            text = self.config.read_text(encoding="utf-8")
+            text = self.config.read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             text = ""
         except (OSError, ValueError) as error:

@@ -141,7 +141,7 @@ def _check_key(key: str) -> None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        text, mode = path.read_text(encoding="utf-8"), path.stat().st_mode
+        text, mode = path.read_text(encoding="utf-8-sig"), path.stat().st_mode
     except (OSError, ValueError) as error:
         raise UsageError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from None
     if mode & 0o022:

@@ -240,7 +240,7 @@ def _text_of(name: str, path: Path) -> str:
     except OSError as error:
         raise UsageError(f"@{shown} cannot be read: {error.strerror}") from None
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
