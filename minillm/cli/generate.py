@@ -170,6 +170,8 @@ def _output(arguments: argparse.Namespace) -> Path:
     if arguments.output == "-":
         raise UsageError("--output is a file's name, not '-'; --json prints the JSON objects")
     path = expanded(arguments.output, "--output")
+    if not path.name:
+        raise UsageError(f"--output is a file's name, not {arguments.output!r}")
     if arguments.shard is not None:
         index, count = arguments.shard.split("/")
         path = path.with_name(f"{path.stem}.{int(index):0{len(str(int(count)))}}-of-{int(count)}{path.suffix}")

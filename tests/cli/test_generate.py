@@ -148,6 +148,8 @@ def test_another_file_is_not_overwritten(run: Run, tmp_path: Path, text: str) ->
     assert run("a", "-o", "")[::2] == (2, "minillm: error: --output is empty: give a file's name\n")
     told = "minillm: error: --output is a file's name, not '-'; --json prints the JSON objects\n"
     assert run("a", "-o", "-")[::2] == (2, told)
+    code, _, said = run("a", "b", "-o", ".", "--shard", "0/2")
+    assert (code, said) == (2, "minillm: error: --output is a file's name, not '.'\n")
     output.write_text("")  # as mktemp leaves it
     assert run("a", "-o", str(output), "--max-tokens", "1")[0] == 0
 
