@@ -124,7 +124,7 @@ def remove(name: str) -> int:
 
     Raises:
         UsageError: no model of this name is downloaded.
-        WeightsError: the model is being downloaded, or cannot be deleted.
+        WeightsError: the model is being downloaded, cannot be deleted, or is a symbolic link.
     """
     home = _home(name)
     ours = re.compile(rf"{re.escape(home.name)}(\.partial|\.broken\d+)?")
@@ -132,6 +132,8 @@ def remove(name: str) -> int:
     if not found:
         # Suggests no similar name: the user might delete another model.
         raise UsageError(f"model {clean_line(name)} is not downloaded; `minillm models` lists downloaded models")
+    if links := [path for path in found if path.is_symlink()]:
+        raise WeightsError(f"{links[0]} is a symbolic link; delete the link and its directory yourself")
     try:
         with FileLock(_home(name, ".lock"), timeout=0):
             freed = sum(map(size_on_disk, found))

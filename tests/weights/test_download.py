@@ -704,6 +704,16 @@ def test_a_file_that_is_not_in_the_repository_is_one_line(server: FakeHub) -> No
         pull()
 
 
+def test_a_model_behind_a_link_is_not_half_removed(server: FakeHub, tmp_path: Path) -> None:
+    """The user has moved it to another disk."""
+    path = resolve("org/model").path
+    path.rename(tmp_path / "moved")
+    path.symlink_to(tmp_path / "moved")
+    with pytest.raises(WeightsError, match=r"is a symbolic link; delete the link and its directory yourself"):
+        remove("org/model")
+    assert [each.name for each in downloaded()] == ["org/model"]
+
+
 def test_a_model_is_removed_and_nothing_else(server: FakeHub, tmp_path: Path) -> None:
     for name in ("org/model", "org/model@v2"):
         resolve(name)
