@@ -62,6 +62,8 @@ def open_socket(host: str, port: int) -> socket.socket:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
         return found
+    except UnicodeError:  # a part of the name is empty or too long
+        raise UsageError(f"cannot serve at {host}: this is no host name; choose another --host") from None
     except OSError as error:
         why = error.strerror or error
         raise UsageError(f"cannot serve at {host}, port {port}: {why}; choose another --port") from None

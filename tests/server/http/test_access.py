@@ -258,6 +258,7 @@ def test_headers_are_bounded(server: Server) -> None:
         (["--host", "0.0.0.0"], "give a key as well"),
         (["--host", "::"], "give a key as well"),
         (["--host", "256.1.1.1", "--api-key-file", "KEYS"], "cannot serve at 256.1.1.1"),
+        (["--host", "a..b", "--api-key-file", "KEYS"], "cannot serve at a..b: this is no host name"),
         (["--api-key-file", "nowhere"], "nowhere"),
         (["--port", "99999"], "--port must be from 0 to 65535"),
         (["--allow-origin", "*"], "name each origin"),
