@@ -10,8 +10,9 @@ import pytest
 
 from minillm.cli.serve import _keys as api_keys
 from minillm.config import EngineConfig
-from minillm.errors import UsageError
+from minillm.errors import MinillmError, UsageError
 from minillm.ui.chat.files import with_files
+from minillm.ui.chat.sessions import SessionStore
 from minillm.ui.preferences import PreferencesFile
 from minillm.user_config import UserConfig, read_config
 from minillm.weights.manifest import default_model
@@ -117,3 +118,11 @@ def test_files_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     assert EngineConfig(chat_template=str(tmp_path / "template")).chat_template == "{{ messages }}"
     (tmp_path / "notes.txt").write_text(f"{mark}notes")
     assert with_files("@notes.txt", tmp_path) == "@notes.txt\n\n```notes.txt\nnotes\n```"
+
+
+def test_errors_of_the_system_have_no_numbers(tmp_path: Path) -> None:
+    file = PreferencesFile(tmp_path, tmp_path)
+    for read in (file.read, lambda: file.write_theme("dark"), lambda: SessionStore(tmp_path).load(tmp_path)):
+        with pytest.raises(MinillmError) as caught:
+            read()
+        assert "Errno" not in str(caught.value)

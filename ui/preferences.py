@@ -124,7 +124,7 @@ class PreferencesFile:
         except FileNotFoundError:
             return Preferences()
         except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:
-            why = clean_line(str(error), 200)
+            why = clean_line(getattr(error, "strerror", None) or str(error), 200)
             raise UsageError(f"{self.file}: {why}; delete the file to reset it") from None
         return preferences
 
@@ -154,7 +154,8 @@ class PreferencesFile:
         except FileNotFoundError:
             text = ""
         except (OSError, ValueError) as error:
-            raise MinillmError(f"{self.config} cannot be read: {clean_line(str(error))}") from None
+            why = clean_line(getattr(error, "strerror", None) or str(error))
+            raise MinillmError(f"{self.config} cannot be read: {why}") from None
         try:
             _replace(self.config, with_theme(text, name))
         except ValueError as error:

@@ -154,7 +154,8 @@ class SessionStore:
             version = _version(path)  # before the text, so that a later change is noticed
             conversation = from_data(_read(path))
         except (OSError, ValueError) as error:
-            raise MinillmError(f"{clean_line(path.name)} cannot be opened: {clean_line(str(error), 400)}") from None
+            why = clean_line(getattr(error, "strerror", None) or str(error), 400)
+            raise MinillmError(f"{clean_line(path.name)} cannot be opened: {why}") from None
         if path == self.path_of(conversation):
             conversation.file_version = version
         return conversation
