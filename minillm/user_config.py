@@ -31,7 +31,7 @@ from minillm.errors import UsageError, nearest
 from minillm.params import BeamSearchParams, SamplingParams, with_defaults
 from minillm.system import config_dir, expanded
 from minillm.text.reading import read_bytes
-from minillm.text.safe import clean_line
+from minillm.text.safe import cause
 from minillm.weights.manifest import default_model
 
 THEMES = (
@@ -110,7 +110,7 @@ def read_config(file: str | None = None) -> UserConfig:
             raise UsageError(f"there is no {path}") from None
         return UserConfig()
     except (OSError, ValueError, RecursionError) as error:  # no TOML, no UTF-8, nested without end
-        raise UsageError(f"{path}: {getattr(error, 'strerror', None) or clean_line(str(error))}") from None
+        raise UsageError(f"{path}: {cause(error)}") from None
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
 

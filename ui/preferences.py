@@ -20,7 +20,7 @@ from minillm.errors import MinillmError, UsageError
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.system import config_dir
 from minillm.text.reading import read_bytes
-from minillm.text.safe import clean_line, parse_json
+from minillm.text.safe import cause, clean_line, parse_json
 from minillm.ui.settings import CHAT_SAMPLING, Settings, normalized
 
 _MAX_BYTES = 1 << 20
@@ -124,8 +124,7 @@ class PreferencesFile:
         except FileNotFoundError:
             return Preferences()
         except (OSError, ValueError, TypeError, AttributeError, UsageError) as error:
-            why = clean_line(getattr(error, "strerror", None) or str(error), 200)
-            raise UsageError(f"{self.file}: {why}; delete the file to reset it") from None
+            raise UsageError(f"{self.file}: {cause(error)}; delete the file to reset it") from None
         return preferences
 
     def write(self, preferences: Preferences) -> None:
@@ -154,8 +153,7 @@ class PreferencesFile:
         except FileNotFoundError:
             text = ""
         except (OSError, ValueError) as error:
-            why = clean_line(getattr(error, "strerror", None) or str(error))
-            raise MinillmError(f"{self.config} cannot be read: {why}") from None
+            raise MinillmError(f"{self.config} cannot be read: {cause(error)}") from None
         try:
             _replace(self.config, with_theme(text, name))
         except ValueError as error:

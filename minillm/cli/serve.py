@@ -20,7 +20,7 @@ from minillm.progress import loading_bar, say
 from minillm.server.http.rules import AccessRules
 from minillm.service.process import start_engine
 from minillm.system import expanded
-from minillm.text.safe import clean_line
+from minillm.text.safe import cause, clean_line
 from minillm.user_config import read_config
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _lines(path: Path) -> list[str]:
     try:
         text, mode = path.read_text(encoding="utf-8-sig"), path.stat().st_mode
     except (OSError, ValueError) as error:
-        raise UsageError(f"--api-key-file {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"--api-key-file {path}: {cause(error)}") from None
     if mode & 0o022:
         say(f"--api-key-file {clean_line(str(path))}: other users can change the keys; run `chmod 600` on it")
     lines = [line.strip() for line in text.splitlines()]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from minillm.errors import WeightsError
-from minillm.text.safe import clean_line, parse_json
+from minillm.text.safe import cause, clean_line, parse_json
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
@@ -49,7 +49,7 @@ def read_json(path: Path) -> dict[str, Any]:
         has = "a model directory has config.json, safetensors and tokenizer.json"
         raise WeightsError(f"{path} is missing: {has}") from None
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{path}: {getattr(error, 'strerror', None) or clean_line(str(error))}") from None
+        raise WeightsError(f"{path}: {cause(error)}") from None
     if not isinstance(value, dict):
         raise WeightsError(f"{path}: not a JSON object")
     return value

@@ -56,6 +56,11 @@ def clean_line(text: str, limit: int = 200) -> str:
     return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
+def cause(error: BaseException, limit: int = 200) -> str:
+    """Return an error's message for a message of ours, on one line. An error of the system has no number and path."""
+    return clean_line(getattr(error, "strerror", None) or str(error), limit)
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text. Raises ValueError if it is not JSON, or is nested too deeply."""
     import json  # not at the top: ``minillm --help`` imports this file

@@ -17,7 +17,7 @@ from minillm.blockstore.files import blocks_dir, erase
 from minillm.errors import MinillmError, UsageError
 from minillm.system import data_dir
 from minillm.text.reading import read_bytes
-from minillm.text.safe import clean_line, parse_json
+from minillm.text.safe import cause, clean_line, parse_json
 from minillm.ui.chat.conversation import Conversation, shown_title
 from minillm.ui.chat.saved import from_data, to_data
 
@@ -154,8 +154,7 @@ class SessionStore:
             version = _version(path)  # before the text, so that a later change is noticed
             conversation = from_data(_read(path))
         except (OSError, ValueError) as error:
-            why = clean_line(getattr(error, "strerror", None) or str(error), 400)
-            raise MinillmError(f"{clean_line(path.name)} cannot be opened: {why}") from None
+            raise MinillmError(f"{clean_line(path.name)} cannot be opened: {cause(error, 400)}") from None
         if path == self.path_of(conversation):
             conversation.file_version = version
         return conversation
