@@ -11,7 +11,7 @@ import torch
 from lib.graphs import WorkGraphs
 from lib.models import DEVICE, hf_model, ours
 from minillm.model.kinds import one_layer_of_each_kind, to_compute
-from minillm.model.llama import Layer, Llama
+from minillm.model.llama import Batch, Layer, Llama
 from minillm.runner.device.ahead import Ahead
 from minillm.runner.device.graphs import Graphs
 from minillm.runner.device.piecewise import PiecewiseForward
@@ -36,12 +36,17 @@ def projected(monkeypatch: pytest.MonkeyPatch) -> list[Layer]:
     return layers
 
 
+def prompt_of(model: Llama) -> tuple[Runner, Batch]:
+    """Return a runner of a model, and a batch of one prompt."""
+    runner = Runner(model, 8, 16)
+    return runner, runner.batch([ChunkWork([5] * 20, 0, [1, 2], 20, 1)], 0)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize(("first_windowed", "kinds"), [(LAYERS, 1), (0, 1), (2, 2)])
 def test_it_computes_as_many_layers_as_there_are_kinds(first_windowed: int, kinds: int, projected: list[Layer]) -> None:
     model = ours(hf_model(**MIXED, max_window_layers=first_windowed))
-    runner = Runner(model, 8, 16)
-    batch = runner.batch([ChunkWork([5] * 20, 0, [1, 2], 20, 1)], 0)
+    runner, batch = prompt_of(model)
     with one_layer_of_each_kind():
         model.forward(batch, runner.kv_cache)
     assert len(projected) == len({layer.kind for layer in projected}) == kinds
@@ -78,8 +83,7 @@ def test_it_ends_with_its_context_and_does_not_reach_other_threads() -> None:
 @torch.inference_mode()
 def test_a_graph_is_rehearsed_with_one_layer(projected: list[Layer]) -> None:
     model = ours(hf_model(num_hidden_layers=LAYERS))
-    runner = Runner(model, 8, 16)
-    batch = runner.batch([ChunkWork([5] * 20, 0, [1, 2], 20, 1)], 0)
+    runner, batch = prompt_of(model)
     expected = model.hidden(batch, runner.kv_cache)
     projected.clear()
     rows = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -92,8 +96,7 @@ def test_a_graph_is_rehearsed_with_one_layer(projected: list[Layer]) -> None:
 @torch.inference_mode()
 def test_pieces_are_rehearsed_together(projected: list[Layer]) -> None:
     model = ours(hf_model(num_hidden_layers=LAYERS))
-    runner = Runner(model, 8, 16)
-    batch = runner.batch([ChunkWork([5] * 20, 0, [1, 2], 20, 1)], 0)
+    runner, batch = prompt_of(model)
     expected = model.hidden(batch, runner.kv_cache)
     graphs = Graphs(torch.zeros(1, dtype=torch.int32, device=DEVICE), enabled=True)
     forward = PiecewiseForward(model, runner.kv_cache, graphs, Ahead())
