@@ -41,10 +41,10 @@ class Conversations:
         self.engine = self.driver.engine
         self._files = FilePins(self.driver, self.engine.cache)
         self.reporter = Reporter(self.engine, self.send, self._owners)
-        self._pinning: SequenceGroup | None = None  # the request that computes a system prompt to pin
+        self._systems: dict[str, SequenceGroup] = {}  # requests that compute system prompts, by request
+        self._pinning: SequenceGroup | None = None  # the one of them whose prompt is to be pinned
         self._pinned: Sequence | None = None  # the pinned system prompt
         self._opened: dict[str, SequenceGroup] = {}  # by conversation: the request that reads its blocks ahead
-        self._closed = False
 
     def handle(self, command: messages.Command) -> None:
         """Carry out a command. Report a failure as an event."""
@@ -164,8 +164,8 @@ class Conversations:
                 self.reporter.add_delta(answer, delta)
         self.reporter.end_step(self.answers.values())
         for output in finished:
-            if self._pinning is not None and output.request_id == self._pinning.request_id:
-                self._finish_pin()
+            if (group := self._systems.pop(output.request_id, None)) is not None:
+                self._finish_pin(group)
             elif (answer := self.answers.pop(output.request_id, None)) is not None:
                 self._finish(answer, output)
 
@@ -174,13 +174,11 @@ class Conversations:
 
         Running answers end in the next step. Then `is_idle` is true.
         """
-        self._closed = True
         for request_id in (*self.answers, *self.kept):
             self._drop(request_id)
         self._files.close()
-        if self._pinned is not None:
-            idle_sequences.unpin(self.driver, self._pinned)
-        for group in filter(None, (self._pinning, *self._opened.values())):
+        self._unpin()
+        for group in self._opened.values():
             self.engine.abort(group.request_id)
         self.reporter.view.close()
 
@@ -188,7 +186,7 @@ class Conversations:
     def is_idle(self) -> bool:
         """Return whether no request of this app is running."""
         reads = any(group.request_id in self.engine.requests.groups for group in self._opened.values())
-        return not self.answers and self._pinning is None and not reads
+        return not self.answers and not self._systems and not reads
 
     def _finish(self, answer: Answer, output: RequestOutput) -> None:
         if output.error is not None:
@@ -273,9 +271,7 @@ class Conversations:
 
     def _pin(self, system: str) -> None:
         engine = self.engine
-        if self._pinned is not None:
-            idle_sequences.unpin(self.driver, self._pinned)
-            self._pinned = None
+        self._unpin()
         if not system or engine.tokenizer is None or not engine.tokenizer.has_chat_template:
             return
         # Pin the tokens that all conversations with this system prompt begin with, whatever the question is.
@@ -289,13 +285,22 @@ class Conversations:
         name = f"pin {time.monotonic_ns()}"
         # Blocks on disk belong to the conversations that begin with them.
         self._pinning = engine.add(replace(idle_sequences.prefix_request(one[:common], self.salt, name), owner=""))
+        self._systems[name] = self._pinning
 
-    def _finish_pin(self) -> None:
-        assert self._pinning is not None
-        sequence, self._pinning = self._pinning.sequences[0], None
-        if self._closed:
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            idle_sequences.unpin(self.driver, self._pinned)
+        if self._pinning is not None:
+            self.engine.abort(self._pinning.request_id)
+        self._pinned = self._pinning = None
+
+    def _finish_pin(self, group: SequenceGroup) -> None:
+        sequence = group.sequences[0]
+        if group is not self._pinning:  # another prompt is pinned instead, or none
             idle_sequences.release(self.driver, sequence)
-        elif sequence.table is not None:
+            return
+        self._pinning = None
+        if sequence.table is not None:
             try:
                 idle_sequences.pin(self.driver, sequence)
                 self._pinned = sequence

@@ -188,6 +188,16 @@ def test_a_system_prompt_that_is_being_pinned_is_freed_at_the_end(num_steps: int
     client.close()
 
 
+@pytest.mark.parametrize("last", ["", "you are brief " * 2])
+def test_only_the_last_system_prompt_is_pinned(last: str, engine: Engine) -> None:
+    client, pinned = Client(engine), engine.scheduler.idle.pinned
+    client.do(Pin("hello " * 4), Pin(last))
+    texts = [engine.tokenizer.decode(each.token_ids) for each in pinned.values() if engine.tokenizer is not None]
+    assert [last in text for text in texts] == [True] * bool(last)
+    assert engine.scheduler.idle.idle == {}
+    client.close()
+
+
 def test_a_template_is_told_whether_to_think(tiny_model: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_model, tmp_path / "thinking")
     config = json.loads((directory / "tokenizer_config.json").read_text())
