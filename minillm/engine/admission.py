@@ -28,8 +28,8 @@ def check_capacity(group: SequenceGroup, max_num_seqs: int, cache: BlockManager,
     n, size = group.params.num_sequences, cache.block_size
     if n > max_num_seqs:
         raise CapacityError(
-            f"the request needs {n} sequences at a time (n or beam_width), and max_num_seqs is {max_num_seqs}: ask for "
-            "fewer, or raise max_num_seqs"
+            f"the request needs {n} sequences at a time (n, beam_width or depths), and max_num_seqs is {max_num_seqs}: "
+            "ask for fewer, or raise max_num_seqs"
         )
     needed = blocks_at_most(group, size)
     if needed > cache.num_blocks - num_pinned:
@@ -37,7 +37,7 @@ def check_capacity(group: SequenceGroup, max_num_seqs: int, cache: BlockManager,
         raise CapacityError(
             f"the request can grow to {needed} blocks of {size} tokens ({group.num_prompt_tokens} prompt tokens, "
             f"{n} x {group.max_tokens} new ones) and the cache has {cache.num_blocks}{kept}; "
-            "lower max_tokens or n, or start with more blocks"
+            "lower max_tokens, ask for fewer sequences, or start with more blocks"
         )
 
 

@@ -42,7 +42,7 @@ class Conversations:
         self._files = FilePins(self.driver, self.engine.cache)
         self.reporter = Reporter(self.engine, self.send, self._owners)
         self._systems: dict[str, SequenceGroup] = {}  # requests that compute system prompts, by request
-        self._pinning: SequenceGroup | None = None  # the one of them whose prompt is to be pinned
+        self._pinning: SequenceGroup | None = None  # the one that computes the prompt to pin
         self._pinned: Sequence | None = None  # the pinned system prompt
         self._opened: dict[str, SequenceGroup] = {}  # by conversation: the request that reads its blocks ahead
 

@@ -18,7 +18,7 @@ from lib.reasoning import WAYS, engine, ids_of, request
 from minillm import LLM, BeamSearchParams, SamplingParams
 from minillm.engine.engine import Engine
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import UsageError
+from minillm.errors import CapacityError, UsageError
 from minillm.kernels.deterministic import OPS
 from minillm.model.llama import Llama
 from minillm.outputs import CompletionOutput
@@ -154,6 +154,14 @@ def test_forks_of_a_request_that_is_just_being_swapped_out(
         [output] = outputs
         assert output.error is None
         assert [each.token_ids for each in output.outputs] == alone
+
+
+def test_too_many_depths_are_rejected_by_that_name(parts: tuple[Llama, Tokenizer]) -> None:
+    params = SamplingParams(max_tokens=8, max_reasoning_tokens=4, reasoning_depths=[1, 2, 3])
+    with pytest.raises(CapacityError, match=r"needs 4 sequences at a time \(n, beam_width or depths\)"):
+        engine(parts, max_num_seqs=3).add_request("0", [10], params)
+    with pytest.raises(CapacityError, match="lower max_tokens, ask for fewer sequences"):
+        engine(parts, num_blocks=8).add_request("0", [10], params)
 
 
 @pytest.mark.soak
