@@ -11,7 +11,7 @@ import msgspec
 
 from minillm.server.client import Answer
 from minillm.server.http.sending import HTTPError
-from minillm.service.call_messages import Completion, Ended, Token
+from minillm.service.call_messages import Completion, Ended, Text, Token
 
 Json = dict[str, Any]
 PING = b": alive\n\n"  # a comment in a stream of events, which clients ignore
@@ -100,16 +100,18 @@ def event(value: Json, name: str = "") -> bytes:
     return head + msgspec.json.encode(value) + b"\n\n"
 
 
-def extras(each: Completion) -> Json:
-    """Return the fields of a completion that OpenAI's format does not have, such as ``stop_reason``.
+def extras(each: Text | Completion) -> Json:
+    """Return the fields of an answer's text that OpenAI's format does not have, such as ``stop_reason``.
 
     Fields that are not set are left out.
     """
     found: Json = {}
     if each.stop_reason is not None:
         found["stop_reason"] = each.stop_reason
-    if each.score is not None:
+    if isinstance(each, Completion) and each.score is not None:
         found |= {"score": each.score, "cumulative_logprob": each.cumulative_logprob}
+    if each.token_ids:  # if requested
+        found["token_ids"] = each.token_ids
     return found
 
 

@@ -45,7 +45,7 @@ class ChatFormatter:
         last["finish_reason"] = _reason(text.finish_reason, text.index in self._calling)
         if self.has_logprobs and text.tokens:
             last["logprobs"] = chat_logprobs(text.tokens)
-        return [*found[:-1], with_ids(last, text)]
+        return [*found[:-1], {**last, **extras(text)}]
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         return [self._whole(each, self.reader(answer.in_reasoning)) for each in completions]
@@ -64,7 +64,7 @@ class ChatFormatter:
         logprobs = chat_logprobs(each.tokens) if self.has_logprobs else None
         reason = _reason(each.finish_reason, "tool_calls" in message)
         found = {"index": each.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        return with_ids({**found, **extras(each)}, each)
+        return {**found, **extras(each)}
 
 
 @dataclass(eq=False)
@@ -182,7 +182,7 @@ class TextFormatter:
         found = self._choice(number, text.index, text.text, text.finish_reason)
         if self.has_logprobs:
             found["logprobs"] = self._logprobs(number, text.index, text.tokens)
-        return [with_ids(found, text)]
+        return [{**found, **extras(text)}]
 
     def _logprobs(self, number: int, index: int, tokens: list[Token]) -> Json:
         """Return the log-probabilities of a stream's next ``tokens``."""
@@ -200,7 +200,7 @@ class TextFormatter:
                 found["logprobs"] = text_logprobs([*(before if self.echo else ()), *each.tokens])
             if self.prompt_logprobs:
                 found["prompt_logprobs"] = [prompt_entry(token) for token in before]
-            choices.append(_with_prompt_ids(with_ids({**found, **extras(each)}, each), answer))
+            choices.append(_with_prompt_ids({**found, **extras(each)}, answer))
         return choices
 
     def prompt(self, answers: Sequence[Answer]) -> Json:
@@ -211,11 +211,6 @@ class TextFormatter:
 
     def _choice(self, number: int, index: int, text: str, reason: str | None = None) -> Json:
         return {"index": number * self.n + index, "text": text, "logprobs": None, "finish_reason": reason}
-
-
-def with_ids(choice: Json, of: Text | Completion) -> Json:
-    """Return a copy of ``choice`` with the field ``token_ids``, taken from ``of``, if token ids were requested."""
-    return {**choice, "token_ids": of.token_ids} if of.token_ids else choice
 
 
 def _with_prompt_ids(choice: Json, answer: Answer) -> Json:

@@ -55,3 +55,20 @@ def test_ids_of_the_prompt_are_told_where_they_are_known(make: Callable[[], Any]
         body = {**form.whole(0, [Completion(0, "a", 1, [], "stop")], one)[0], **form.prompt([one])}
         assert body.get("prompt_token_ids") == (ids if ids and began is not None else None)
         assert ("prompt_token_ids" in body) == (bool(ids) and began is not None)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: ChatFormatter(False, lambda opened: PlainReader()), lambda: TextFormatter(1, False, False)]
+)
+def test_a_stream_has_the_fields_that_the_protocol_lacks(make: Callable[[], Any]) -> None:
+    form, one = make(), answer()
+    form.first(0, 0, one)
+    [*_, last] = form.pieces(0, Text("x", 0, "a", 1, [], "stop", "END", [7]))
+    assert (last["stop_reason"], last["token_ids"]) == ("END", [7])
+    beam = Completion(0, "a", 1, [], "stop", 5, -3.0, -1.5)
+    names = ("stop_reason", "score", "cumulative_logprob")
+    form.first(0, 0, one)
+    for choice in (form.pieces(0, beam)[-1], *form.whole(0, [beam], one)):
+        assert [choice[name] for name in names] == [5, -1.5, -3.0]
+    form.first(0, 0, one)
+    assert not form.pieces(0, Text("x", 0, "a", 1))[0].keys() & set(names)
