@@ -29,6 +29,7 @@ _MOST_ANSWERS = 1 << 14  # number of answers with a stored engine
 _SLACK = 4  # an engine is too busy to be preferred if it has more than 2 * (requests of the idlest engine) + _SLACK
 _MOST_RESTARTS = 5  # maximum restarts of an engine in _RESTART_WINDOW seconds
 _RESTART_WINDOW = 600.0
+_SHARED_FIGURES = ("block_size", "disk_limit", "disk_bytes")  # the engines have one size of blocks and one disk cache
 
 
 @dataclass
@@ -294,8 +295,12 @@ class Replicas:
 def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the cache states of several engines.
 
-    The figures are added up. The lists of block tables are joined, and each table gets the index of its engine.
+    The figures are added up, except for figures that all engines share. The lists of block tables are joined, and each
+    table gets the index of its engine.
     """
-    figures = {name: sum(each["figures"][name] for each in found) for name in found[0]["figures"]}
+    figures = {
+        name: (max if name in _SHARED_FIGURES else sum)(each["figures"][name] for each in found)
+        for name in found[0]["figures"]
+    }
     tables = [{**table, "replica": number} for number, each in enumerate(found) for table in each["tables"]]
     return {"figures": figures, "tables": tables, "replicas": [each["figures"] for each in found]}

@@ -84,13 +84,13 @@ def test_engines_share_the_visible_gpus(visible: str | None, given: list[str], m
 
 def test_pools_of_several_engines_are_told_as_one() -> None:
     found = [
-        {"figures": {"used": 3, "free": 1}, "tables": [{"seq_id": 1}, {"seq_id": 2}]},
-        {"figures": {"used": 4, "free": 0}, "tables": [{"seq_id": 1}]},
+        {"figures": {"used": 3, "block_size": 16, "disk_bytes": 5}, "tables": [{"seq_id": 1}, {"seq_id": 2}]},
+        {"figures": {"used": 4, "block_size": 16, "disk_bytes": 7}, "tables": [{"seq_id": 1}]},
     ]
     assert replicas._joined(found) == {
-        "figures": {"used": 7, "free": 1},
+        "figures": {"used": 7, "block_size": 16, "disk_bytes": 7},
         "tables": [{"seq_id": 1, "replica": 0}, {"seq_id": 2, "replica": 0}, {"seq_id": 1, "replica": 1}],
-        "replicas": [{"used": 3, "free": 1}, {"used": 4, "free": 0}],
+        "replicas": [{"used": 3, "block_size": 16, "disk_bytes": 5}, {"used": 4, "block_size": 16, "disk_bytes": 7}],
     }
 
 
