@@ -41,6 +41,11 @@ class Answer:
         """Return whether the answer begins inside the reasoning."""
         return self.began is not None and self.began.in_reasoning
 
+    @property
+    def has_reasoned(self) -> bool:
+        """Return whether the answer continues reasoning that has text already."""
+        return self.began is not None and self.began.has_reasoned
+
     def take(self) -> list[messages.Text]:
         """Return the texts that arrived since the last call. Texts of the same completion are joined."""
         texts, self.texts = self.texts, []

@@ -199,9 +199,10 @@ class Began(ServerEvent):
     request_id: str
     prompt_text: str
     prompt_tokens: list[Token] = []
-    in_reasoning: bool = False  # the template has opened the model's <think> section
+    in_reasoning: bool = False  # the prompt ends inside the reasoning
     num_prompt_tokens: int = 0
     prompt_token_ids: list[int] = []  # if requested
+    has_reasoned: bool = False  # the answer continues reasoning that has text already
 
 
 class Texts(ServerEvent):

@@ -20,7 +20,7 @@ from minillm.service.cache_view import CacheView, Owner
 from minillm.service.messages import RequestFailed, TableState
 from minillm.service.prefixes import Prefixes
 from minillm.service.prepare import Prepared, token_of
-from minillm.text.reasoning import is_unfinished
+from minillm.text.reasoning import is_opened, is_unfinished
 
 _MOST_FORKABLE = 2_000  # maximum number of ended answers that can be forked; older answers are forgotten
 _MOST_FORKABLE_TOKENS = 1_000_000
@@ -112,12 +112,11 @@ class EngineRequests:
             group = self.engine.add(request)
             searches = isinstance(params, BeamSearchParams)
             is_plain = call.streamed and not (call.echo or searches or params.logprobs is not None)
-            self.running[call.request_id] = RunningRequest(
+            running = self.running[call.request_id] = RunningRequest(
                 prepared, group, token_ids, not call.echo, call.wants_ids, is_plain
             )
             if prepared.in_reasoning or call.streamed or call.wants_ids:
-                ids = token_ids if call.wants_ids else []
-                self.send(messages.Began(call.request_id, "", [], prepared.in_reasoning, len(token_ids), ids))
+                self.send(self._began(running, "", []))
 
     @contextmanager
     def _refusing(self, request_id: str) -> Iterator[None]:
@@ -256,9 +255,16 @@ class EngineRequests:
         if scores is not None:
             tokens = [token_of(tokenizer, running.token_ids[0], None, [])]
             tokens += [self._token(each, each.rank) for each in scores.tokens if each is not None]
-        call, count = running.prepared.call, len(running.token_ids)
-        ids = running.token_ids if call.wants_ids else []
-        self.send(messages.Began(call.request_id, text, tokens, running.prepared.in_reasoning, count, ids))
+        self.send(self._began(running, text, tokens))
+
+    def _began(self, running: RunningRequest, text: str, tokens: list[messages.Token]) -> messages.Began:
+        """Return the event `Began`. ``text`` and ``tokens`` are those of the prompt, if the client needs them."""
+        prepared, ids = running.prepared, running.token_ids
+        has_reasoned = prepared.in_reasoning and not is_opened(self.driver.tokenizer.decode, ids)
+        return messages.Began(
+            prepared.call.request_id, text, tokens, prepared.in_reasoning, len(ids),
+            ids if running.wants_ids else [], has_reasoned,
+        )  # fmt: skip
 
     def _text(self, running: RunningRequest, delta: Delta) -> messages.Text:
         tokens: list[messages.Token] = []

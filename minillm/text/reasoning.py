@@ -78,13 +78,14 @@ class LeadingReasoning:
     `reasoning_budget` searches for the tag in bytes.
 
     Args:
-        inside: the prompt ends with the opening tag, so the text begins inside the reasoning.
+        inside: the text begins inside the reasoning, for example because the prompt ends with the opening tag.
+        has_reasoned: the text continues reasoning, so white space at its beginning belongs to it.
     """
 
-    def __init__(self, *, inside: bool) -> None:
+    def __init__(self, *, inside: bool, has_reasoned: bool = False) -> None:
         self._buffer = ""
         self._stage = self._reasoning if inside else self._start
-        self._has_reasoned = False
+        self._has_reasoned = has_reasoned
 
     def push(self, text: str) -> Pieces:
         """Add text. Return the pieces that are now certain to be reasoning or answer."""

@@ -19,17 +19,17 @@ from minillm.service.call_messages import Completion, Text, Token
 class ChatFormatter:
     """Formats answers as assistant messages.
 
-    ``reader`` creates a reader for an answer's text. Its argument is whether the answer begins inside the reasoning.
+    ``reader`` creates a reader for the text of an answer that has begun.
     """
 
     has_logprobs: bool
-    reader: Callable[[bool], Reader]
+    reader: Callable[[Answer], Reader]
     prompt_logprobs: bool = False
     _readers: dict[int, Reader] = field(default_factory=dict)  # readers of a stream's completions, by index
     _calling: set[int] = field(default_factory=set)  # completions that have called a tool
 
     def first(self, number: int, index: int, answer: Answer) -> Json | None:
-        self._readers[index] = self.reader(answer.in_reasoning)
+        self._readers[index] = self.reader(answer)
         return _choice(index, delta={"role": "assistant", "content": ""})
 
     def pieces(self, number: int, text: Text | Completion) -> list[Json]:
@@ -48,7 +48,7 @@ class ChatFormatter:
         return [*found[:-1], {**last, **extras(text)}]
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
-        return [self._whole(each, self.reader(answer.in_reasoning)) for each in completions]
+        return [self._whole(each, self.reader(answer)) for each in completions]
 
     def prompt(self, answers: Sequence[Answer]) -> Json:
         [began] = [answer.began for answer in answers]
@@ -75,12 +75,12 @@ class EventWriter:
     Subclasses implement ``add``, ``end`` and the other methods of ``ResponseEncoder``.
 
     Attributes:
-        reader: creates a reader for the answer's text. Its argument is whether the answer begins inside the reasoning.
+        reader: creates a reader for the text of an answer that has begun.
         answer: the engine's answer; None before it begins.
     """
 
     ping: ClassVar[bytes] = PING
-    reader: Callable[[bool], Reader]
+    reader: Callable[[Answer], Reader]
     answer: Answer | None = field(default=None, init=False)
     _reader: Reader = field(init=False)
 
@@ -93,7 +93,7 @@ class EventWriter:
         raise NotImplementedError
 
     def first(self, number: int, index: int, answer: Answer) -> None:
-        self.answer, self._reader = answer, self.reader(answer.in_reasoning)
+        self.answer, self._reader = answer, self.reader(answer)
 
     def pieces(self, number: int, text: Text | Completion) -> list[Json]:
         events = [each for part in parts_of(self._reader, text) for each in self.add(part)]

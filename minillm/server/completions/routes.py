@@ -14,6 +14,7 @@ from starlette.requests import Request
 from minillm.server import bodies
 from minillm.server.answers import Frame, Json
 from minillm.server.bodies import BadField, ChatBody, CompletionBody
+from minillm.server.client import Answer
 from minillm.server.completions.formatters import ChatFormatter, TextFormatter
 from minillm.server.generating import Formatter, GeneratedResponse, ParsedRequest, ResponseEncoder
 from minillm.server.parsers.thoughts import ThoughtReader, template_options, with_effort
@@ -27,13 +28,13 @@ class ChatCall:
     """The engine's call for a chat request.
 
     Attributes:
-        reader: creates a reader for an answer's text. Its argument is whether the answer begins inside the reasoning.
+        reader: creates a reader for the text of an answer that has begun.
         names: `ParsedRequest.names`, for the engine's errors.
     """
 
     body: ChatBody
     call: messages.Complete
-    reader: Callable[[bool], ThoughtReader]
+    reader: Callable[[Answer], ThoughtReader]
     names: Mapping[str, str]
 
     def response(self, service: Service, encoder: ResponseEncoder, formatter: Formatter) -> GeneratedResponse:
@@ -74,8 +75,9 @@ def _chat_call(service: Service, tenant: str, name: str, body: ChatBody, names: 
     thinks = bool(calls.tag) and bool(choice.strict) and choice.answer is None
     call = _call(service, tenant, name, body, conversation, params, schemas=choice.schemas, thinks=thinks)
 
-    def reader(opened: bool) -> ThoughtReader:
-        return ThoughtReader(choice.reader(calls, formats), opened=opened)
+    def reader(answer: Answer) -> ThoughtReader:
+        inner = choice.reader(calls, formats)
+        return ThoughtReader(inner, opened=answer.in_reasoning, has_reasoned=answer.has_reasoned)
 
     grammar = "tools" if choice.required or choice.strict else _grammar_field(body)
     return ChatCall(body, call, reader, {**names, "grammar": names.get(grammar, grammar)})

@@ -18,12 +18,13 @@ class ThoughtReader:
 
     Args:
         inner: reads the text after the reasoning.
-        opened: the prompt ends with the opening tag, so the answer begins inside the reasoning.
+        opened: the answer begins inside the reasoning.
+        has_reasoned: the answer continues reasoning that has text already.
     """
 
-    def __init__(self, inner: Reader, *, opened: bool) -> None:
+    def __init__(self, inner: Reader, *, opened: bool, has_reasoned: bool = False) -> None:
         self._inner = inner
-        self._splitter = LeadingReasoning(inside=opened)
+        self._splitter = LeadingReasoning(inside=opened, has_reasoned=has_reasoned)
 
     def push(self, text: str) -> list[Part]:
         return self._parts(self._splitter.push(text))

@@ -434,7 +434,7 @@ def test_both_headers_have_the_key_and_one_is_enough(server: Server) -> None:
 
 def test_what_is_not_seen_above_has_the_format_as_well() -> None:
     assert MessageWriter.ping == b'event: ping\ndata: {"type":"ping"}\n\n'
-    frame = MessageWriter(lambda opened: PlainReader(), "msg_1", "tiny")
+    frame = MessageWriter(lambda answer: PlainReader(), "msg_1", "tiny")
     for status, kind in ((500, "api_error"), (501, "api_error"), (503, "overloaded_error")):
         expected = {"type": "error", "error": {"type": kind, "message": "it broke"}}
         failed = HTTPError(status, "it broke")

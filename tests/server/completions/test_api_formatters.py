@@ -47,7 +47,7 @@ def test_log_probabilities_of_a_stream_and_of_the_whole_have_the_same_offsets(ec
 
 @pytest.mark.parametrize("ids", [[], [5, 6, 7]])
 @pytest.mark.parametrize(
-    "make", [lambda: ChatFormatter(False, lambda opened: PlainReader()), lambda: TextFormatter(1, False, False)]
+    "make", [lambda: ChatFormatter(False, lambda answer: PlainReader()), lambda: TextFormatter(1, False, False)]
 )
 def test_ids_of_the_prompt_are_told_where_they_are_known(make: Callable[[], Any], ids: list[int]) -> None:
     for began in (Began("x", "", [], False, 3, ids), None):
@@ -58,7 +58,7 @@ def test_ids_of_the_prompt_are_told_where_they_are_known(make: Callable[[], Any]
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: ChatFormatter(False, lambda opened: PlainReader()), lambda: TextFormatter(1, False, False)]
+    "make", [lambda: ChatFormatter(False, lambda answer: PlainReader()), lambda: TextFormatter(1, False, False)]
 )
 def test_a_stream_has_the_fields_that_the_protocol_lacks(make: Callable[[], Any]) -> None:
     form, one = make(), answer()

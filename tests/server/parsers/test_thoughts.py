@@ -47,6 +47,14 @@ def test_thoughts_are_taken_apart_wherever_the_text_is_cut(case: tuple[bool, str
         assert "".join(part.text for part in parts if isinstance(part, TextPart)) == said, pieces
 
 
+def test_white_space_at_the_beginning_belongs_to_a_continued_thought() -> None:
+    for pieces in ([" and so\n</think>\nYes"], [" ", "and", " so", "\n", "</think>", "\n", "Yes"]):
+        reader = ThoughtReader(PlainReader(), opened=True, has_reasoned=True)
+        parts: list[Part] = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
+        assert "".join(part.text for part in parts if isinstance(part, ThoughtPart)) == " and so"
+        assert "".join(part.text for part in parts if isinstance(part, TextPart)) == "Yes"
+
+
 def test_a_call_follows_thoughts_and_none_is_among_them() -> None:
     reader = ThoughtReader(CallReader({"f": {}}, 1), opened=False)
     parts = reader.push(f"<think>{CALL}</think>\n{CALL}") + reader.finish()
@@ -131,6 +139,26 @@ def test_a_fork_and_a_continued_message_go_on_with_the_thoughts(thinking: Server
         said = post(thinking, **each, guided_choice=["yes", "no"])["choices"][0]["message"]
         assert said["content"] in ("yes", "no")
         assert "reasoning_content" not in said
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_continued_thought_keeps_its_white_space(thinking: Server, is_streamed: bool) -> None:
+    def thought(**body: Any) -> str:
+        sent = {"seed": 1, "max_tokens": 20, "logit_bias": {space: 100.0}, "stream": is_streamed, **body}
+        text = httpx.post(f"{thinking.url}/v1/chat/completions", json=sent, timeout=120).text
+        if not is_streamed:
+            return str(json.loads(text)["choices"][0]["message"]["reasoning_content"])
+        chunks = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+        return "".join(c["delta"].get("reasoning_content", "") for chunk in chunks for c in chunk["choices"])
+
+    [space] = httpx.post(f"{thinking.url}/tokenize", json={"prompt": " ", "add_special_tokens": False}).json()["tokens"]
+    begun = {"role": "assistant", "content": "<think>\nFirst, I look"}
+    assert thought(messages=[*MESSAGES, begun], continue_final_message=True) == " " * 20
+    first = post(thinking, logit_bias={space + 1: 100.0}, max_tokens=2)
+    assert thought(fork_of=first["id"]) == " " * 20
+    opened = {"role": "assistant", "content": "<think>\n"}
+    fresh = post(thinking, messages=[*MESSAGES, opened], continue_final_message=True, logit_bias={space: 100.0})
+    assert "reasoning_content" not in fresh["choices"][0]["message"]
 
 
 def test_thoughts_without_a_limit_are_counted(thinking: Server) -> None:

@@ -336,7 +336,7 @@ def test_a_response_ends_with_its_client(client: openai.OpenAI, server: Server) 
 
 
 def test_a_stream_that_fails_ends_with_the_error() -> None:
-    frame = ResponseWriter(lambda opened: PlainReader(), {"id": "resp_1"})
+    frame = ResponseWriter(lambda answer: PlainReader(), {"id": "resp_1"})
     for code, expected in ((None, "server_error"), ("rate_limit_exceeded", "rate_limit_exceeded")):
         name, data = frame.failed(HTTPError(500, "It broke", code=code)).decode().split("\n", 1)
         last = json.loads(data.removeprefix("data: "))
@@ -352,7 +352,7 @@ def test_logprobs_are_of_the_message_also_after_bytes_that_are_no_text(num_texts
     message = [b"\n\xe3\x81", b"\x82", b"A\xf0", b"\x9f\x8e", b"\x89", b"B", b"."]
     tokens = [Token(number, "", raw, -1.0) for number, raw in enumerate(thought + message)]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    writer = ResponseWriter(lambda opened: ThoughtReader(PlainReader(), opened=opened), {"id": "resp_1"})
+    writer = ResponseWriter(lambda answer: ThoughtReader(PlainReader(), opened=False), {"id": "resp_1"})
     writer.first(0, 0, RunningAnswer("1", news=asyncio.Event()))
     step = len(tokens) // num_texts
     for start in range(0, len(tokens), step):
@@ -379,7 +379,7 @@ def test_logprobs_of_whole_and_of_streamed_answers_are_those_of_the_messages(
     raws: list[bytes], expected: list[list[bytes]], at_once: bool
 ) -> None:
     tokens = [Token(number, "", raw, -1.0) for number, raw in enumerate(raws)]
-    writer = ResponseWriter(lambda opened: ThoughtReader(CallReader({"get": {}}, 16), opened=opened), {"id": "resp_1"})
+    writer = ResponseWriter(lambda answer: ThoughtReader(CallReader({"get": {}}, 16), opened=False), {"id": "resp_1"})
     writer.first(0, 0, RunningAnswer("1", news=asyncio.Event()))
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = [decoder.decode(raw) for raw in raws]
