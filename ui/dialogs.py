@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from rich.cells import cell_len, set_cell_size
 from textual import on
 from textual.app import ComposeResult
 from textual.await_complete import AwaitComplete
@@ -27,6 +28,7 @@ from minillm.text.safe import clean, clean_line
 from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.conversation import Fork
 from minillm.ui.chat.sessions import SessionStore, SessionSummary
+from minillm.ui.drawing import line_of
 from minillm.ui.engine_app import EngineCommand
 from minillm.ui.keys_in_order import OrderedInput
 from minillm.ui.numbers import bar, plural
@@ -391,9 +393,7 @@ class ProbabilityScreen(Dialog[Fork]):
             mark = "▸" if number == self._chosen else " "
             lines.append(Content.assemble((mark, "$text-accent"), (_visible(each.text), looks_of), figures))
         self._alternatives.update(Content("\n").join(lines))
-        # Estimate the line of the cursor from the number of characters before it.
-        width = max(1, self._area.size.width)
-        line = sum(1 + len(each) // width for each in "".join(texts[: self._cursor]).split("\n")) - 1
+        line = line_of(self._text, "".join(texts[: self._cursor + 1]).rstrip("\n"))
         lines_shown = max(1, min(3, self._area.size.height))
         self._area.scroll_to_region(Region(0, max(0, line - lines_shown // 2), 1, lines_shown), animate=False)
 
@@ -412,4 +412,4 @@ def _alternatives(token: TokenChoice) -> list[TokenChoice]:
 def _visible(text: str) -> str:
     """Return a token's text, padded to a column of 20 cells, with symbols for invisible characters."""
     shown = clean(text).replace("\n", "⏎").replace("\t", "⇥").replace(" ", "␣")
-    return f"  {shown if len(shown) <= 18 else shown[:17] + '…':<18}"
+    return "  " + set_cell_size(shown if cell_len(shown) <= 18 else set_cell_size(shown, 17).rstrip() + "…", 18)

@@ -63,6 +63,11 @@ def update_in_place(widget: Static, content: Content, lines_ahead: int = 0) -> N
         widget.update(content, layout=height < height_before and not widget.styles.has_rule("min_height"))
 
 
+def line_of(widget: Static, beginning: str) -> int:
+    """Return the index of the line of ``widget`` in which ``beginning`` ends, a text with which its content begins."""
+    return Content(beginning).get_height(cast(RulesMap, widget.styles), max(1, widget.content_size.width)) - 1
+
+
 def settle(widget: Widget) -> None:
     """Free the blank lines that `update_in_place` reserved in ``widget``."""
     if widget.styles.has_rule("min_height"):

@@ -98,6 +98,17 @@ async def test_over_five_hundred_turns() -> None:
         await until(pilot, lambda: not marked(pilot, "underline"))
 
 
+async def test_a_place_in_long_text_of_wide_characters_is_brought_into_sight() -> None:
+    async with chat(size=(100, 24)) as pilot:
+        conversation = Conversation()
+        answer = conversation.ask("question")
+        answer.text, answer.finish_reason = "世界你好" * 500 + "鹭" + "天地玄黄" * 500, "stop"
+        pane = screen(pilot).chat_pane
+        await pane.open_conversation(conversation)
+        pane.search.open("鹭")
+        await until(pilot, lambda: "鹭" in marked(pilot, "reverse"))
+
+
 async def test_a_place_stays_in_sight_while_the_end_grows() -> None:
     async with chat(size=(100, 24)) as pilot:
         conversation = Conversation()

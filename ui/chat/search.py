@@ -11,6 +11,7 @@ from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.find import Finder, FoundPlace, pattern_of
 from minillm.ui.chat.transcript import Transcript
 from minillm.ui.chat.turn_view import TurnView
+from minillm.ui.drawing import line_of
 from minillm.ui.keys_in_order import OrderedInput
 from minillm.ui.numbers import count
 
@@ -186,10 +187,8 @@ class SearchBar(Horizontal):
         transcript = self._transcript
         if not isinstance(text.content, Content) or not text.is_attached or not self.display:
             return
-        starts = [each.start() for each in pattern_of(self._input.value).finditer(text.content.plain)]
-        before = text.content.plain[: starts[number] if number < len(starts) else 0].split("\n")
-        width = max(1, text.content_size.width)
-        line = sum(1 + len(each) // width for each in before) - 1  # an estimate: words are not broken
+        matches = list(pattern_of(self._input.value).finditer(text.content.plain))
+        line = line_of(text, text.content.plain[: matches[number].end() if number < len(matches) else 0])
         y = int(text.region.y - transcript.region.y + transcript.scroll_y + line)
         if not transcript.scroll_y <= y < transcript.scroll_y + transcript.size.height - 1:
             transcript.release_anchor()
