@@ -392,6 +392,21 @@ def test_ctrl_c_while_loading_is_quiet(of_long_answers: Path) -> None:
             assert "Traceback" not in err
 
 
+def test_ctrl_c_in_the_first_imports_ends_with_one_line(tmp_path: Path) -> None:
+    """Ctrl-c comes within an exec(), because Python would remember it until the end of the process."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'minillm.cli.main': exec('raise KeyboardInterrupt')\n"
+        "sys.meta_path.insert(0, Finder())"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "minillm", "info"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment, check=False)
+    assert (result.returncode, result.stderr) == (130, "minillm: stopped\n")
+
+
 def in_place_of_info(code: str) -> subprocess.CompletedProcess[str]:
     """Have `minillm info` call ``run(arguments)`` of this code."""
     program = f"{code}\nfrom minillm.cli import info, main\ninfo.run = run\nraise SystemExit(main.main(['info']))"
