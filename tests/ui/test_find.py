@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from textual.widgets import Input, Static
 
 from lib.ui import ask, chat, say, screen, seen, until
 from minillm.ui.chat.answer_view import ReasoningView
-from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.conversation import Candidate, Conversation
 from minillm.ui.chat.find import Finder
 from minillm.ui.chat.prompt import PromptInput
 from minillm.ui.chat.turn_view import shown_question
@@ -107,6 +108,33 @@ async def test_a_place_in_long_text_of_wide_characters_is_brought_into_sight() -
         await pane.open_conversation(conversation)
         pane.search.open("鹭")
         await until(pilot, lambda: "鹭" in marked(pilot, "reverse"))
+
+
+@pytest.mark.parametrize(
+    ("texts", "count"),
+    [
+        (["A heron is here", "A heron is here", "Another bird"], 1),  # equal ones are shown once
+        (["A heron is here"] * 2, 1),
+        (["A heron is here, and so", "A heron is here, a *heron*"], 2),  # the common beginning is shown once
+    ],
+)
+async def test_answers_to_choose_from_are_searched_as_they_are_shown(texts: list[str], count: int) -> None:
+    async with chat(size=(100, 40)) as pilot:
+        conversation = Conversation()
+        answer = conversation.ask("question")
+        answer.candidates = [Candidate(text, 4, finish_reason="stop") for text in texts]
+        answer.finish_reason = "stop"
+        pane = screen(pilot).chat_pane
+        await pane.open_conversation(conversation)
+        await until(pilot, lambda: pane.transcript.is_settled and "heron" in seen(pilot))
+        pane.search.open("heron")
+        await until(pilot, lambda: found(pilot).startswith(f"1 of {count} "))
+        await until(pilot, lambda: len(marked(pilot, "underline")) == count)
+        for number in (*range(2, count + 1), 1):
+            await pilot.press("enter")
+            place = f"{number} of {count} "
+            await until(pilot, partial(lambda words: found(pilot).startswith(words), place))
+            await until(pilot, lambda: "heron" in marked(pilot, "reverse"))
 
 
 async def test_a_place_stays_in_sight_while_the_end_grows() -> None:

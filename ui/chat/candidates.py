@@ -105,14 +105,27 @@ def text_of(candidate: Candidate, inside: bool = False) -> str:
     return clean(answer.strip() or reasoning.strip())
 
 
-def _same_as(candidates: Sequence[Candidate], texts: Sequence[str], index: int) -> int | None:
-    """Return the index of the first candidate with the same text as candidate ``index``.
+def shown_texts(candidates: Sequence[Candidate], inside: bool) -> tuple[str, list[tuple[str, int | None]]]:
+    """Return the beginning that candidates share, and for each candidate its text and the index of an equal one.
 
-    Return None if there is no such candidate before ``index``, or if one of the two has not ended.
+    The beginning is empty if it is too short to be shown separately. The index is that of the first candidate with the
+    same text. It is None if there is none before this candidate, or if one of the two has not ended.
     """
-    first = texts.index(texts[index])
-    ended = all(candidates[each].finish_reason is not None for each in (first, index))
-    return first if first < index and ended and texts[index] else None
+    texts, same_as = [text_of(each, inside) for each in candidates], list[int | None]()
+    for index, text in enumerate(texts):
+        first = texts.index(text)
+        ended = all(candidates[each].finish_reason is not None for each in (first, index))
+        same_as.append(first if first < index and ended and text else None)
+    pairs = list(zip(texts, same_as, strict=True))
+    own = [text for text, same in pairs if same is None]
+    return "".join(own[:1])[: num_common(own)], pairs
+
+
+def common_line(beginning: str) -> str:
+    """Return the line above all cards, which shows the common ``beginning``. It is empty without one."""
+    whole = beginning.rstrip()
+    shown = whole if len(whole) <= _MOST_COMMON else "… " + whole[-_MOST_COMMON:]
+    return f"all begin with: {shown}" if shown else ""
 
 
 def num_common(texts: Sequence[str]) -> int:
@@ -191,16 +204,11 @@ class CandidatesView(Vertical):
         """
         candidates = self.answer.candidates
         inside = self.answer.in_reasoning
-        texts = [text_of(each, inside) for each in candidates]
-        same_as = [_same_as(candidates, texts, index) for index in range(len(texts))]
-        common = num_common([text for text, same in zip(texts, same_as, strict=True) if same is None])
+        common, texts = shown_texts(candidates, inside)
         self._common.display = bool(common)
-        if common:
-            whole = texts[0][:common].rstrip()
-            shown = whole if len(whole) <= _MOST_COMMON else "… " + whole[-_MOST_COMMON:]
-            update_in_place(self._common, Content(f"all begin with: {shown}"))
-        for card, candidate, same in zip(self._cards, candidates, same_as, strict=False):
-            card.show(candidate, common, inside, same)
+        update_in_place(self._common, Content(common_line(common)))
+        for card, candidate, (_, same) in zip(self._cards, candidates, texts, strict=False):
+            card.show(candidate, len(common), inside, same)
         self.update_summary()
 
     def update_summary(self) -> None:

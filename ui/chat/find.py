@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from minillm.text.reasoning import ReasoningSplitter
 from minillm.text.safe import clean
-from minillm.ui.chat.candidates import num_common, text_of
+from minillm.ui.chat.candidates import common_line, shown_texts
 from minillm.ui.chat.conversation import Answer, Turn
 from minillm.ui.chat.files import folded_files
 from minillm.ui.chat.turn_view import shown_question
@@ -44,7 +44,7 @@ class Finder:
 
     def _texts_of(self, turn: Turn) -> list[str]:
         answer = turn.answer
-        version = len(answer.text), tuple(each.text for each in answer.candidates)
+        version = len(answer.text), tuple((each.text, each.finish_reason) for each in answer.candidates)
         known = self._texts.get(turn)
         if known is None or known[0] != version:
             known = self._texts[turn] = version, texts_of(turn)
@@ -62,11 +62,11 @@ def texts_of(turn: Turn) -> list[str]:
     The texts of the turn's files, which are folded on the screen, come last.
     """
     question, answer = shown_question(turn.question), turn.answer
-    candidates = [text_of(each, answer.in_reasoning) for each in answer.candidates]
     files = folded_files(clean(turn.question))[1].values()
-    if candidates:
-        common = num_common(candidates)
-        return [question, *(text[common:] for text in candidates), *files]
+    if answer.candidates:
+        common, texts = shown_texts(answer.candidates, answer.in_reasoning)
+        cards = [text[len(common) :] for text, same_as in texts if same_as is None]
+        return [question, common_line(common), *cards, *files]
     return [question, *_answer_texts(turn.answer), *files]
 
 

@@ -17,7 +17,7 @@ from minillm.ui.numbers import count
 
 # Both are visible without color.
 _MARK, _CURRENT = "bold underline $warning", "bold reverse $warning"
-_OWN_TEXT_CLASSES = ("summary", "branch", "common")  # CSS classes of the app's own texts, which are not searched
+_OWN_TEXT_CLASSES = ("summary", "branch")  # CSS classes of the app's own texts, which are not searched
 _OWN_TEXT_WIDGETS = ("CollapsibleTitle", "Bullet")
 
 
