@@ -218,13 +218,16 @@ def deferred_interrupt() -> Iterator[None]:
 def keep_interrupts() -> Iterator[None]:
     """Let ctrl-c end the block even where Python would lose the KeyboardInterrupt. Also works as a decorator.
 
-    Python loses a KeyboardInterrupt in two cases, which are common during imports:
+    Python loses a KeyboardInterrupt in three cases, which are common during imports:
 
     - The interrupt is raised in a destructor or a weak reference callback, where Python ignores exceptions. SIGINT is
       then sent again.
     - The interrupt is raised while Python builds an ImportError. A TypeError then takes its place, at least in Python
-      3.11 to 3.13 (``PyErr_SetImportError`` without a message). This TypeError is converted back to a
-      KeyboardInterrupt.
+      3.11 to 3.13 (``PyErr_SetImportError`` without a message).
+    - The interrupt is raised in a ``__set_name__``, such as that of a dataclass's field. Python 3.11 raises a
+      RuntimeError from it.
+
+    These errors are converted back to a KeyboardInterrupt.
     """
     report = sys.unraisablehook
 
@@ -239,8 +242,8 @@ def keep_interrupts() -> Iterator[None]:
     sys.unraisablehook = hook
     try:
         yield
-    except TypeError as error:
-        if str(error) == "expected a message argument":
+    except (TypeError, RuntimeError) as error:
+        if str(error) == "expected a message argument" or isinstance(error.__cause__, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         raise
     finally:

@@ -448,6 +448,20 @@ def run(arguments):
     assert done.returncode == 130
 
 
+def test_ctrl_c_that_comes_while_a_class_is_made_is_no_error() -> None:
+    """Python 3.11 makes a RuntimeError of it, where a class tells its attributes their names."""
+    done = in_place_of_info("""
+class Name:
+    def __set_name__(self, owner, name):
+        raise KeyboardInterrupt
+
+def run(arguments):
+    class Named:
+        attribute = Name()
+""")
+    assert (done.returncode, done.stderr) == (130, "minillm: stopped\n")
+
+
 def run_on_terminal(command: tuple[str, ...], *arguments: str) -> tuple[int, str]:
     """Run with stdin, stdout and stderr on a terminal. Returns the exit code and the output."""
     pid, master = pty.fork()
