@@ -120,9 +120,10 @@ class Leader:
             yield
         except BaseException as error:
             lines.at_work = False
-            if isinstance(error, Exception):
+            is_known = isinstance(error, MinillmError)  # such as a wrong option, which the other ranks find as well
+            if isinstance(error, Exception) and not is_known:
                 lines.ended.wait(1)  # the error may be a consequence of a rank's death
-            ours = not lines.ended.is_set()
+            ours = is_known or not lines.ended.is_set()
             lines.fail("rank 0 has failed")  # the other ranks would wait for it forever
             self.close()
             if ours or lines.failure is None:

@@ -40,7 +40,7 @@ from minillm.engine.engine import Engine
 from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
-from minillm.errors import UsageError
+from minillm.errors import CapacityError, UsageError
 from minillm.kernels.attention.plan import FREE
 from minillm.loading.engine import Followers, methods_for
 from minillm.model.config import ModelConfig
@@ -701,3 +701,11 @@ def test_too_many_ranks_are_refused_in_one_line(tiny_model: Path) -> None:
         LLM(str(tiny_model), device="cuda:1", tensor_parallel_size=2)
     with pytest.raises(UsageError, match="tensor_parallel_size must be at least 1, not 0"):
         LLM(str(tiny_model), device="cpu", tensor_parallel_size=0)
+
+
+@pytest.mark.usefixtures("modules_fork")
+def test_an_error_that_all_ranks_find_is_that_of_one_process(tiny_model: Path) -> None:
+    with pytest.raises(UsageError, match=r"^weights both needs a GPU"):
+        LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, weights="both")
+    with pytest.raises(CapacityError, match=r"^max_model_len 9999 is above the model's context"):
+        LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, max_model_len=9999)
