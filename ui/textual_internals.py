@@ -251,13 +251,14 @@ class UpdatesItself:
 
 
 class NotifiedOfText:
-    """Mixin for a Markdown block that is told when Textual has made it grow: `text_changed` is called."""
+    """Mixin for a Markdown table that is told when Textual has made it grow: `text_changed` is called."""
 
-    def text_changed(self, block: MarkdownBlock) -> None:
-        """React to new text: this block now shows ``block``, its later version. A subclass implements this."""
-        raise NotImplementedError
+    text_changed: Any  # a method that is called with the later version of this table; a subclass implements it
 
-    async def _update_from_block(self, block: MarkdownBlock) -> None:
+    async def _update_from_block(self: Any, block: Any) -> None:
+        if isinstance(block, type(self)) and len(block._get_headers_and_rows()[1]) < len(self._rows):
+            # The last row begins another block. Textual cannot remove rows, but replaces a table without rows.
+            self.query_one("MarkdownTableContent").rows = []
         await super()._update_from_block(block)  # type: ignore[misc]
         self.text_changed(block)
 

@@ -33,6 +33,8 @@ TEXTS = {
     "formulas": "So \\( a\\,b \\):\n\n\\[\n\\frac{a}{b}\n- c\\,d\n\\]\nand $$x$$.\n\n$$\ny_1 * z_1\n$$\nend",
     "code without a fence": "Do this:\ndef f(a):\n    if a:\n        return 1\n\n    return __name__\n\nThen `f`.",
     "aligned columns": "| left | middle | right |\n|:-|:-:|-:|\n|1|2|3|\n| longer words | 55 | 66 |\n| 7 | 8 | 9 |",
+    "a table that ends without an empty line": "| a | b |\n|---|---|\n| 1 | 2 |\n1. one\n2. two",
+    "a table of a heading": "| a | b |\n|---|---|\n2. two\n\nEnd.",
     "mixed": "# Title\n\n> quoted\n> more\n\n| a | b |\n|---|---|\n| 1 | 2 |\n| 3 | 4 |\n\n---\n\n1. one\n2. two",
 }
 
