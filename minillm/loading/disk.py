@@ -65,9 +65,9 @@ def disk_tier(
 def _chat_limit() -> int:
     """Return the bytes that a chat's disk cache may take: 2 GB, or a tenth of the free disk space if that is less."""
     path = blocks_dir()
-    while not path.exists() and path != path.parent:
-        path = path.parent
     try:
+        while not path.exists() and path != path.parent:
+            path = path.parent
         state = os.statvfs(path)
     except OSError:
         return 0

@@ -10,6 +10,7 @@ import pytest
 from minillm.blockstore.files import listed
 from minillm.config import EngineConfig
 from minillm.engine.driver import Driver
+from minillm.loading.disk import with_chat_cache
 from minillm.loading.engine import load_engine
 from minillm.runner.block_reads import BlockReader
 from minillm.service.conversations import Conversations
@@ -120,3 +121,11 @@ def test_a_tenant_cannot_erase_the_blocks_of_another(process: Process, tmp_path:
     process(Erase("mine"), salt="one")
     process(Erase("mine"), salt="other")
     assert list(listed(tmp_path)) == []
+
+
+def test_a_chat_that_may_not_read_the_cache_directory_has_no_disk_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(path: Path) -> bool:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert with_chat_cache({"device": "cpu"}) == {"device": "cpu", "disk_cache": 0}
