@@ -114,7 +114,7 @@ def sample(
     driver: Driver, branches: SequenceOf[Branch], params: Params | SequenceOf[Params] | None
 ) -> list[CompletionOutput]:
     """Continue several branches in one batch: append a completion to each, and return the completions."""
-    _check(branches)
+    _check(driver, branches)
     each_params = params_list(params, len(branches), driver.engine.default_params)
     own = [each for each in each_params if isinstance(each, SamplingParams)]
     if len(own) < len(branches):
@@ -141,7 +141,7 @@ def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> l
 
     The list of a branch has (token id, log-probability) pairs, best first.
     """
-    _check(branches)
+    _check(driver, branches)
     count = check_integer("count", count, -1, MAX_LOGPROBS)
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=count)
     result = []
@@ -154,11 +154,13 @@ def next_logprobs(driver: Driver, branches: SequenceOf[Branch], count: int) -> l
     return result
 
 
-def _check(branches: SequenceOf[Branch]) -> None:
+def _check(driver: Driver, branches: SequenceOf[Branch]) -> None:
     if not isinstance(branches, SequenceOf) or not all(isinstance(each, Branch) for each in branches):
         raise UsageError(f"give a list of branches, not {shown(branches)}")
     for branch in branches:
         branch.check()
+        if branch._driver is not driver:
+            raise UsageError("this branch belongs to another LLM; continue it with that one")
     if len({id(branch) for branch in branches}) != len(branches):
         raise UsageError("the same branch twice in one batch; fork it")
 

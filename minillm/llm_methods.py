@@ -52,6 +52,7 @@ class PinnedPrefix:
 
     token_ids: list[int]
     sequence: TokenSequence = field(repr=False)
+    driver: Driver = field(repr=False)
 
 
 def beam_search(llm: LLMInterface, prompts: Prompts, params: BeamSearchParams | None = None) -> list[RequestOutput]:
@@ -146,13 +147,15 @@ def pin(llm: LLMInterface, prompt: Prompt, *, salt: str | None = None) -> Pinned
         llm._driver, [idle_sequences.prefix_request(llm._driver.token_ids(prompt), salt)]
     )
     idle_sequences.pin(llm._driver, sequence)
-    return PinnedPrefix(sequence.token_ids[:-1], sequence)
+    return PinnedPrefix(sequence.token_ids[:-1], sequence, llm._driver)
 
 
 def unpin(llm: LLMInterface, prefix: PinnedPrefix) -> None:
     """Unpin a prefix. It stays in the prefix cache until its blocks are needed. Unpinning it again does nothing."""
     if not isinstance(prefix, PinnedPrefix):
         raise UsageError(f"unpin takes what pin has returned, not {type(prefix).__name__}")
+    if prefix.driver is not llm._driver:
+        raise UsageError("this prefix is pinned in another LLM; unpin it with that one")
     idle_sequences.unpin(llm._driver, prefix.sequence)
 
 

@@ -194,6 +194,18 @@ def test_pins_are_kept_and_let_go(llm: LLM) -> None:
     assert "sequence" not in repr(pinned)
 
 
+def test_branches_and_pins_of_another_model_are_rejected(llm: LLM, tiny_model: Path) -> None:
+    with LLM(str(tiny_model), device="cpu", num_blocks=64, block_size=4) as other, other.branch("hello") as branch:
+        branch.sample(GREEDY)
+        pinned = other.pin(list(range(40, 60)))
+        for method in (llm.sample, llm.next_logprobs):
+            with pytest.raises(UsageError, match="belongs to another LLM"):
+                method([branch])
+        with pytest.raises(UsageError, match="pinned in another LLM"):
+            llm.unpin(pinned)
+        assert other.cache_stats().pinned_blocks == 5
+
+
 def test_a_miss_is_explained_in_words(llm: LLM) -> None:
     ids = list(range(40, 60))
     llm.generate([ids], GREEDY)
