@@ -119,8 +119,8 @@ def sample(
     own = [each for each in each_params if isinstance(each, SamplingParams)]
     if len(own) < len(branches):
         raise UsageError("a branch goes on with SamplingParams, not by beam search")
-    if any(each.n != 1 for each in own):
-        raise UsageError("a branch goes on with one completion: SamplingParams with n=1; fork it to have several")
+    if any(each.num_sequences != 1 for each in own):
+        raise UsageError("a branch goes on with one completion: n=1, and no reasoning_depths; fork it to have several")
     if any(each.prompt_logprobs is not None for each in own):
         raise UsageError("prompt_logprobs are of a prompt, and a branch has none of its own; use LLM.score")
     completions = []

@@ -134,6 +134,8 @@ def test_misuse_is_explained(llm: LLM) -> None:
     branch = llm.branch("hello")
     with pytest.raises(UsageError, match="n=1"):
         branch.sample(SamplingParams(n=2))
+    with pytest.raises(UsageError, match="no reasoning_depths"):
+        branch.sample(SamplingParams(max_reasoning_tokens=2, reasoning_depths=[1]))
     with pytest.raises(UsageError, match="not by beam search"):
         branch.sample(BeamSearchParams())  # type: ignore[arg-type]
     odd: list[Any] = [[], 3, {}]
