@@ -291,8 +291,8 @@ class Tokenizer:
         """
         template = self._template
         if chat_template is not None:
-            if not isinstance(chat_template, str):
-                raise UsageError(f"chat_template must be the text of a template, not {shown(chat_template)}")
+            if not isinstance(chat_template, str) or not ("{{" in chat_template or "{%" in chat_template):
+                raise UsageError(f"chat_template must be the text of a Jinja template, not {shown(chat_template)}")
             if self._given is None or self._given.source != chat_template:
                 self._given = ChatTemplate(chat_template, self.special_tokens)
             template = self._given

@@ -351,8 +351,10 @@ def test_a_template_may_be_given(tmp_path: Path) -> None:
         for _ in range(2):
             assert ours.decode(ours.apply_chat_template(say("Hi<|im_end|>"), chat_template=given)) == "Hi<|im_end|>"
         assert len(ours.control_ids.intersection(ours.apply_chat_template(say("Hi"), chat_template=given))) == 1
-        with pytest.raises(UsageError, match="chat_template must be the text"):
-            ours.apply_chat_template(say("Hi"), chat_template=Path("x"))  # type: ignore[arg-type]
+        odd: list[Any] = [Path("x"), "template.jinja", ""]
+        for each in odd:
+            with pytest.raises(UsageError, match="chat_template must be the text of a Jinja template"):
+                ours.apply_chat_template(say("Hi"), chat_template=each)
         with pytest.raises(WeightsError, match="chat template"):
             ours.apply_chat_template(say("Hi"), chat_template="{% for %}")
     plain = ours.apply_chat_template(say("Hi"))
