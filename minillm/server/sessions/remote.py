@@ -70,7 +70,8 @@ class Address:
         return cls(secure, parts.hostname, port or (443 if secure else 80 if "://" in url else 8000), path)
 
     def __str__(self) -> str:
-        return f"http{'s' if self.secure else ''}://{self.host}:{self.port}{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self.secure else ''}://{host}:{self.port}{self.path}"
 
     def connect(self, seconds: float) -> http.client.HTTPConnection:
         kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection

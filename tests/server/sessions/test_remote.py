@@ -238,10 +238,12 @@ def test_strange_replies_do_not_stop_the_bridge(replies: bytes) -> None:
         ("localhost:1", "http://localhost:1"),
         ("somewhere", "http://somewhere:8000"),
         ("https://somewhere/llm/v1", "https://somewhere:443/llm"),
+        ("[::1]:8801", "http://[::1]:8801"),
     ],
 )
 def test_addresses(url: str, shown: str) -> None:
     assert str(Address.parse(url)) == shown
+    assert Address.parse(shown) == Address.parse(url), "the app passes this text on"
 
 
 @pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:y", "http://x:99999", "http://x/?a=b"])
