@@ -41,7 +41,7 @@ def check_fits(name: str, model: ModelConfig, tensors: Iterable[StoredTensor], s
 
 def _needs(fit: Fit, budget: Budget) -> str:
     once_loaded = fit.weights.memory + fit.copied + budget.draft_bytes + fit.steps + fit.least_context
-    draft = f"{size(budget.draft_bytes)} of its draft model,  " if budget.draft_bytes else ""
+    draft = f"{size(budget.draft_bytes)} of its draft model, " if budget.draft_bytes else ""
     more = f" ({size(fit.weights.loading)} more while they are loaded)" if once_loaded <= budget.available else ""
     copy = f", {size(fit.copied)} for their 16-bit copy" if fit.copied else ""
     return (

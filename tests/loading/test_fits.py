@@ -112,9 +112,9 @@ def test_a_cpu_is_told_that_few_bits_could_be_kept(tmp_path: Path, monkeypatch: 
     file = sized(str(tmp_path / "8b.gguf"), forge_gguf(tmp_path / "8b.gguf", LLAMA_8B))
     shard = shard_of(SHAPES["llama-8b"], 0, 1)
 
-    def check(gib: float, weights: str = "auto") -> None:
+    def check(gib: float, weights: str = "auto", draft_bytes: int = 0) -> None:
         config = EngineConfig(device="cpu", weights=weights)
-        budget = Budget(int(gib * GIB), 64 * GIB, False, 4, config)
+        budget = Budget(int(gib * GIB), 64 * GIB, False, 4, config, draft_bytes)
         fits.check_fits(file.name, SHAPES["llama-8b"], file.tensors, shard, budget)
 
     memory(monkeypatch, 10.5)
@@ -131,6 +131,8 @@ def test_a_cpu_is_told_that_few_bits_could_be_kept(tmp_path: Path, monkeypatch: 
     check(8, "stored")
     with pytest.raises(CapacityError, match=r"; use a smaller model$"):
         check(4)
+    with pytest.raises(CapacityError, match=r" of weights, 1\.0 GiB of its draft model, \d+ MiB for the steps "):
+        check(4, draft_bytes=1 << 30)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "Q6_K", "F16"])
