@@ -7,7 +7,6 @@ from textual import getters, on
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.reactive import var
-from textual.widgets import TextArea
 
 from minillm.errors import MinillmError, UsageError
 from minillm.service.messages import Command, Forget, Keep, Notice, ReadAhead
@@ -160,13 +159,7 @@ class ChatPane(Vertical):
         elif not self.can_ask():
             self.prompt.put_back(message.text)
         else:
-            await self._ask(text)
-
-    async def _ask(self, question: str) -> None:
-        editing, self.editing = self.editing, None
-        await self.accept_best()
-        self.conversation.ask(question, instead_of=editing)
-        await self.request_answer()
+            await self.ask(text)
 
     async def _ask_waiting(self) -> None:
         """Ask the first queued question, if there is one."""
@@ -174,7 +167,7 @@ class ChatPane(Vertical):
             if is_command(question):
                 await self.run_command(self.commands.parse(question)[0].name)
             else:
-                await self._ask(question)
+                await self.ask(question)
 
     async def on_command_requested(self, message: CommandRequested) -> None:
         await self.run_command(message.name, message.argument)
@@ -211,8 +204,15 @@ class ChatPane(Vertical):
             self.notify(reason)
         return not reason
 
-    async def request_answer(self) -> None:
-        """Request an answer to the last turn of the conversation, and show the turn."""
+    async def ask(self, question: str, instead_of: Turn | None = None) -> None:
+        """Ask a question after the last turn, and show its turn.
+
+        ``instead_of``: ask it as a branch next to this turn. None: next to the turn that is being edited, if any.
+        """
+        if instead_of is None:
+            instead_of, self.editing = self.editing, None
+        await self.accept_best()
+        self.conversation.ask(question, instead_of=instead_of)
         turn, settings = self.conversation.leaf, self.app.settings
         assert turn is not None
         self.conversation.model, self.conversation.system = self.engine.model, settings.system
@@ -306,11 +306,6 @@ class ChatPane(Vertical):
         self.query_one(StatusBar).status = status_of(
             self.engine, self.run, self.conversation, self.pool, sums_up=self.compaction is not None
         )
-
-    @on(TextArea.Changed)
-    def _offer(self, message: TextArea.Changed) -> None:
-        if message.text_area is self.prompt:
-            self.prompt.offer()
 
     def save(self) -> None:
         """Save the conversation. An error is shown as a notification."""

@@ -149,9 +149,7 @@ async def edit(pane: ChatPane, _: str) -> None:
 async def regenerate(pane: ChatPane, _: str) -> None:
     turn = _turn(pane)
     if pane.can_ask():
-        await pane.accept_best()
-        pane.conversation.ask(turn.question, instead_of=turn)
-        await pane.request_answer()
+        await pane.ask(turn.question, instead_of=turn)
 
 
 @command("continue", "continue the last answer", "alt+c")
@@ -161,12 +159,8 @@ async def go_on(pane: ChatPane, _: str) -> None:
         raise UsageError("there is no question yet")
     if pane.can_ask():
         await pane.accept_best()
-        _continue(pane, leaf)
-
-
-def _continue(pane: ChatPane, turn: Turn) -> None:
-    pane.begin(turn).go_on()
-    pane.refresh_status()
+        pane.begin(leaf).go_on()
+        pane.refresh_status()
 
 
 async def _fork(pane: ChatPane, turn: Turn, fork: Fork) -> None:
@@ -174,7 +168,8 @@ async def _fork(pane: ChatPane, turn: Turn, fork: Fork) -> None:
     if pane.can_ask():
         branch = pane.conversation.fork(turn, fork)
         await pane.transcript.show_path(pane.conversation)
-        _continue(pane, branch)
+        pane.begin(branch).go_on()
+        pane.refresh_status()
         pane.save()
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from textual import events
+from textual import events, on
 from textual.binding import Binding
 from textual.message import Message
 from textual.strip import Strip
@@ -127,7 +127,8 @@ class PromptInput(SteadyTextArea):
         texts = [mention(name) + " " if name[-1] != "/" else mention(name).removesuffix('"') for name in names]
         return [PopupEntry((row, start), text, name) for text, name in zip(texts, names, strict=True)]
 
-    def offer(self) -> None:
+    @on(SteadyTextArea.Changed)
+    def _offer(self) -> None:
         """Show the completions of the text, unless the text was brought back from the history."""
         if not self.text:
             self._files = None

@@ -124,8 +124,9 @@ class DeviceRunner(Runner):
             return self.drafts.compute(work.chunks, logits)
         if work.decode is not None and work.decode.num_beams:
             self.beams.begin(work.decode.beam_rows)
-        if work.chunks and work.decode is None and self._is_short(work.chunks):
-            pass  # its graph has computed it
+        prompts = self.prompts if work.decode is None and work.chunks else None
+        if prompts is not None and prompts.takes(work.chunks) and prompts.compute(work.chunks):
+            pass  # a graph has computed these short prompts
         elif work.chunks:
             batch = self.batch(work.chunks, 0)
             if work.decode is not None:
@@ -176,10 +177,6 @@ class DeviceRunner(Runner):
     @property
     def prepared(self) -> tuple[int, int]:
         return self.ahead.progress
-
-    def _is_short(self, chunks: list[ChunkWork]) -> bool:
-        """Compute a step of short prompts with a CUDA graph, if there is one. Return whether the step was computed."""
-        return self.prompts is not None and self.prompts.takes(chunks) and self.prompts.compute(chunks)
 
     @torch.inference_mode()
     def prepare_ahead(self) -> bool:

@@ -1,0 +1,46 @@
+"""Files and classes stay small enough to be read at once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[1]
+_MOST_LINES, _MOST_METHODS, _MOST_ATTRIBUTES = 420, 25, 18
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    """Yield the path and the text of each source file."""
+    for package in ("kernels", "minillm", "ui"):
+        for file in (_ROOT / package).rglob("*.py"):
+            yield str(file.relative_to(_ROOT)), file.read_text()
+
+
+def _set_in(function: ast.AST) -> set[str]:
+    """Return the names of the attributes of ``self`` that a function sets."""
+    return {
+        node.attr
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+
+
+def test_no_file_is_long() -> None:
+    lengths = {path: len(text.splitlines()) for path, text in _sources()}
+    assert len(lengths) > 300
+    assert {path: length for path, length in lengths.items() if length > _MOST_LINES} == {}
+
+
+def test_no_class_has_many_methods_or_attributes() -> None:
+    large, count = [], 0
+    for path, text in _sources():
+        for cls in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
+            methods = [node for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+            attributes = set().union(*(_set_in(each) for each in methods if each.name == "__init__"))
+            count += len(attributes)
+            most = 18 if cls.name == "DeviceRunner" else _MOST_METHODS
+            if len(methods) > most or len(attributes) > _MOST_ATTRIBUTES:
+                large.append(f"{path}: {cls.name} has {len(methods)} methods and sets {len(attributes)} attributes")
+    assert count > 500
+    assert large == []
