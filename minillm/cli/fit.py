@@ -154,8 +154,8 @@ def _machine(config: EngineConfig, memory: int | None, bandwidth: int | None) ->
     if speed is None and (gpu_here or not on_gpu):
         speed = _measured("cuda" if on_gpu else "cpu")
     kind = "GPU" if on_gpu else "CPU"
-    here = f"this machine's CPU, with {size(total)} of memory, {size(budget.free)} free for a model"
-    other = f"a {kind} with {size(total)}, {size(budget.free)} of it for the model"
+    here = f"this machine's CPU, with {size(total)} of memory, {size(budget.available)} free for a model"
+    other = f"a {kind} with {size(total)}, {size(budget.available)} of it for the model"
     about = here if memory is None else other
     return Machine(about + _rate(speed, bandwidth), budget, None if speed is None else speed.rate)
 
