@@ -21,6 +21,7 @@ from io import BufferedIOBase
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
+from minillm.checks import shown
 from minillm.errors import MinillmError, UsageError
 from minillm.progress import Progress, size
 from minillm.service import messages as chat
@@ -57,17 +58,16 @@ class Address:
 
         Raises UsageError for anything else.
         """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
-            port = parts.port
-        except ValueError:
-            port = None
-            parts = parts._replace(netloc="")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise UsageError(f"--server {url}: give an address like http://127.0.0.1:8000")
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            host, port = parts.hostname or "", parts.port
+            if not host.encode("idna") or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
+                raise ValueError
+        except ValueError:  # also for a port above 65,535, or a host such as a..b or [::1
+            raise UsageError(f"--server {shown(url)}: give an address like http://127.0.0.1:8000") from None
         secure = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(secure, parts.hostname, port or (443 if secure else 80 if "://" in url else 8000), path)
+        return cls(secure, host, port or (443 if secure else 80 if "://" in url else 8000), path)
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host

@@ -246,7 +246,9 @@ def test_addresses(url: str, shown: str) -> None:
     assert Address.parse(shown) == Address.parse(url), "the app passes this text on"
 
 
-@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://x:y", "http://x:99999", "http://x/?a=b"])
+@pytest.mark.parametrize(
+    "url", ["", "ftp://x", "http://", "http://x:y", "http://x:99999", "http://x/?a=b", "http://[::1", "a..b"]
+)
 def test_addresses_that_are_none(url: str) -> None:
     with pytest.raises(UsageError, match="give an address like"):
         Address.parse(url)
