@@ -51,7 +51,7 @@ def chat(arguments: argparse.Namespace) -> int:
     if resumed is not None and arguments.system is None:
         settings = replace(settings, system=resumed.system)
     is_plain = arguments.plain or is_plain_only()
-    if arguments.server and is_plain:
+    if arguments.server is not None and is_plain:
         why = "a chat line by line, as with --plain, runs the model in this process"
         raise UsageError(f"--server needs the app, and the app a terminal; {why}: leave out --server for it")
     if is_plain:
@@ -72,8 +72,8 @@ def chat(arguments: argparse.Namespace) -> int:
         with _asking_background(settings.theme) as answer:  # importing Textual takes longer than most terminals' answer
             from minillm.ui.app import ChatApp, run
         settings = replace(settings, theme=settings.theme or answer.background)
-        program = remote_engine(arguments.server) if arguments.server else ENGINE_COMMAND
-        server = program[-1] if arguments.server else ""
+        program = ENGINE_COMMAND if arguments.server is None else remote_engine(arguments.server)
+        server = "" if arguments.server is None else program[-1]
         question = arguments.question or ""
         app = ChatApp(
             settings, store, resumed, question=question, preferences_file=preferences_file, engine_command=program,

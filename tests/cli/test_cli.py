@@ -228,6 +228,7 @@ MISTAKES = [
     (["bench", "latency", ""], "one argument too many: ''"),
     (["chat", "--theme", "blue"], "unknown --theme 'blue'; known: dark, light"),
     (["chat", "--server", "http://localhost:1", "--plain"], "--server needs the app"),
+    (["chat", "--server", "", "--model", "/no/such"], "--server needs the app"),
     (["rm"], "MODEL"),
     (["show", "smolm2-135m"], "did you mean smollm2-135m"),
     (["show", "/no/such"], "no file or directory"),
