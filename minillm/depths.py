@@ -72,7 +72,7 @@ def depths(
     if output.error is not None:
         raise MinillmError(output.error)
     requests = llm._driver.engine.requests
-    tags = requests.reasoning_tags
+    tags = requests.reasoning.tags
     assert tags is not None, "the request would have been rejected"
     inside = tags.is_open(output.prompt_token_ids, requests.eos_token_ids)
     first = reasoning(tags, output.outputs[-1].token_ids, is_open=inside).first

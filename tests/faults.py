@@ -423,14 +423,16 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("thought-with-drafts-beyond-its-limit", "ReasoningPosition.num_free", "BinOp 1", "$ + 2",
          REASONING + "test_accepted_drafts_stop_at_the_limit"),
     ],
-    "minillm/engine/samples.py": [
-        ("thought-forks-with-another-seed", "Samples._fork_reasoning", "Assign 3.value.elts[0]", "0",
+    "minillm/engine/depths.py": [
+        ("thought-forks-with-another-seed", "fork_at_depth", "Assign 2.value.elts[0]", "0",
          DEPTHS + "[plain]"),
-        ("thought-forks-without-logits", "Samples._fork_reasoning", "Call 14", "0", DEPTH_COST),
-        ("thought-forks-while-saved", "Samples._fork_reasoning", "If 1.test", "False",
+        ("thought-forks-without-logits", "fork_at_depth", "Call 14", "0", DEPTH_COST),
+        ("thought-forks-while-saved", "fork_at_depth", "If 1.test", "False",
          DEPTH + "test_forks_of_a_request_that_is_just_being_swapped_out"),
-        ("thought-forks-too-early", "Samples._fork_reasoning", "Compare 2", "$left + 1 < $comparators[0]",
+        ("thought-forks-too-early", "fork_at_depth", "Compare 2", "$left + 1 < $comparators[0]",
          DEPTHS + "[plain]"),
+    ],
+    "minillm/engine/samples.py": [
         ("two-samples-of-one-seed", "Samples.prompt_computed", "BinOp 2", "($left - 1) * $right",
          ENGINE + "test_samples_share_the_prompt_and_differ"),
         ("samples-share-their-text", "Samples.prompt_computed", "IfExp 1", "$test.left",

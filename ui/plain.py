@@ -115,7 +115,7 @@ class PlainChat:
             prompt = self._prompt()
             values = {name: value for name, value in settings.request_params().items() if name != "logprobs"}
             kind = BeamSearchParams if settings.searches else SamplingParams
-            params: Any = self.llm.engine.requests.with_possible_limit(kind(**values))
+            params: Any = self.llm.engine.requests.reasoning.without_impossible(kind(**values))
             if settings.num_candidates > 1:
                 [output] = self.llm.generate([prompt], params)
                 answer.candidates = [Candidate(each.text, len(each.token_ids)) for each in output.outputs]

@@ -5,21 +5,19 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from minillm.blockstore.tier import DiskTier
 from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.grammars import Grammars
+from minillm.engine.reasoning_limits import ReasoningLimits
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import CapacityError, MinillmError, RequestError, UsageError, as_known
-from minillm.outputs import CompletionOutput, Delta, FinishReason, RequestMetrics, RequestOutput
+from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
 from minillm.params import Params
 from minillm.prompt_scores import PromptScores
 from minillm.runner.masks import bits_of
 from minillm.sequence import Method, Sequence, SequenceGroup, Stage
-from minillm.text.reasoning import PROMPT_END
-from minillm.text.reasoning_budget import ReasoningPosition, ReasoningTags, reasoning
 from minillm.text.tokenizer import Tokenizer
 
 
@@ -75,6 +73,7 @@ class Requests:
 
     def __post_init__(self) -> None:
         self.grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        self.reasoning = ReasoningLimits(self.tokenizer, self.eos_token_ids)
 
     @property
     def disk(self) -> DiskTier | None:
@@ -100,7 +99,7 @@ class Requests:
         bad_words = bad_word_ids(params, self.tokenizer)
         check_ids(params, bad_words, self.vocab_size)
         allowed, matcher = params.allowed_token_ids, self.grammars.matcher(params)
-        position = self._reasoning_position(params, token_ids)
+        position = self.reasoning.position(params, token_ids)
         sequence = Sequence(self.new_seq_id(), list(token_ids), len(token_ids), matcher=matcher)
         sequence.reasoning_position = position
         group = SequenceGroup(
@@ -135,32 +134,6 @@ class Requests:
             self.scheduler.fail(group, error)
         self.groups[request_id] = group
         return group
-
-    @cached_property
-    def reasoning_tags(self) -> ReasoningTags | None:
-        """The tags around the model's reasoning, such as ``<think>``; None if the model has none."""
-        return None if self.tokenizer is None else ReasoningTags.of(self.tokenizer)
-
-    def with_possible_limit(self, params: Params) -> Params:
-        """Return a chat's ``params``, without the limit on reasoning if this model has no tags around its reasoning.
-
-        The limit was then set for another model.
-        """
-        return params if self.reasoning_tags is not None else replace(params, max_reasoning_tokens=None)
-
-    def _reasoning_position(self, params: Params, token_ids: SequenceOf[int]) -> ReasoningPosition | None:
-        """Return the state of the reasoning limit at the end of a prompt, or None if the request has no limit.
-
-        Raises UsageError if the model has no reasoning tags.
-        """
-        if (limit := params.max_reasoning_tokens) is None:
-            return None
-        if (tags := self.reasoning_tags) is None:
-            raise UsageError("max_reasoning_tokens: this model has no <think> and </think> tags; leave it out")
-        is_open = tags.is_open(token_ids, self.eos_token_ids)
-        return ReasoningPosition(
-            tags, limit, is_open=is_open, first=len(token_ids), has_grammar=params.grammar is not None
-        )
 
     def salt_for(self, num_prompt_tokens: int, salt: str | None) -> str | None:
         """Return the salt for a prompt's blocks. If a prompt's length changes its K, the salt includes the length."""
@@ -250,21 +223,6 @@ class Requests:
             del self.groups[group.request_id]
             self.finished[group.request_id] = group
 
-    def _with_reasoning(self, group: SequenceGroup, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-        """Return the outputs with ``reasoning_tokens`` (how many tokens are reasoning) filled in."""
-        if (tags := self.reasoning_tags) is None:
-            return outputs
-        limit, prompt = group.params.max_reasoning_tokens, group.sequences[0].token_ids[: group.num_prompt_tokens]
-        tail = prompt if limit is not None else prompt[-PROMPT_END:]
-        is_open = group.in_reasoning or tags.is_open(tail, self.eos_token_ids)
-        depths = getattr(group.params, "reasoning_depths", ())
-        found = []
-        for each in outputs:
-            count = reasoning(tags, each.token_ids, is_open=is_open).count
-            most = depths[each.index] if each.index < len(depths) else limit
-            found.append(replace(each, reasoning_tokens=count if most is None else min(count, most)))
-        return found
-
     def take(self, request_id: str) -> RequestOutput:
         """Return the output of a finished request, and forget the request."""
         return self.output_of(self.finished.pop(request_id))
@@ -272,7 +230,7 @@ class Requests:
     def output_of(self, group: SequenceGroup) -> RequestOutput:
         """Return everything that a group has generated so far."""
         try:
-            outputs = self._with_reasoning(group, group.method.outputs(group))
+            outputs = self.reasoning.counted(group, group.method.outputs(group))
         except Exception as error:
             outputs, group.error = [], group.error or RequestError(str(as_known(error)))
             for sequence in group.sequences:

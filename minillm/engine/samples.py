@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from minillm.engine.depths import at_all_depths, fork_at_depth
 from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
 from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
@@ -57,7 +58,7 @@ class Samples:
     def prompt_computed(self, group: SequenceGroup, leader: Sequence) -> None:
         assert isinstance(group.params, SamplingParams)
         if group.params.reasoning_depths:
-            self._fork_reasoning(group, leader)
+            fork_at_depth(self.requests, group, leader)
         for index in range(len(group.sequences), group.params.n):  # create the others, once
             mixed = (leader.seed + index * _SEED_STEP) & ((1 << 64) - 1)
             prompt = leader.token_ids[: leader.num_prompt_tokens]
@@ -94,10 +95,7 @@ class Samples:
             total, logprobs = (each.cumulative_logprob, each.logprobs) if wanted else (None, None)
             ids, end = each.output_token_ids, each.finish_reason
             outputs.append(CompletionOutput(each.index, text, ids, total, logprobs, end, each.stop_reason))
-        # The reasoning ended before the other depths: a limit there would have changed nothing.
-        deepest = outputs[0]
-        outputs += [replace(deepest, index=i) for i in range(len(outputs) - 1, deepest.index)]
-        return sorted(outputs, key=lambda output: output.index)
+        return at_all_depths(outputs)
 
     def append(self, group: SequenceGroup, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None) -> Delta:
         """Append a drawn token to its sequence, and end the sequence if this is its last token."""
@@ -128,28 +126,8 @@ class Samples:
         if reason is not None:
             self.requests.end_sequence(group, sequence, reason)
         elif group.params.num_sequences > 1 and sequence is group.sequences[0]:
-            self._fork_reasoning(group, sequence)
+            fork_at_depth(self.requests, group, sequence)
         return Delta(group.request_id, sequence.index, text, [token_id], reason, sequence.stop_reason)
-
-    def _fork_reasoning(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """If the reasoning has reached the next of the requested depths, fork a sequence that stops reasoning here."""
-        assert isinstance(group.params, SamplingParams)
-        depths, number, position = group.params.reasoning_depths, len(group.sequences), sequence.reasoning_position
-        if number > len(depths) or position is None or position.depth(sequence.token_ids) != depths[number - 1]:
-            return
-        requests = self.requests
-        if sequence.seq_id in requests.scheduler.preemption.swap.saved:  # forks of saved sequences are not kept
-            requests.scheduler.preemption.start_over(group)
-        child = Sequence(requests.new_seq_id(), list(sequence.token_ids), sequence.num_prompt_tokens, number - 1)
-        child.seed, child.reasoning_position = sequence.seed, position.copy(depths[number - 1])
-        child.text = None if sequence.text is None else sequence.text.copy()
-        child.matcher = None if sequence.matcher is None else sequence.matcher.copy()
-        child.logprobs, child.cumulative_logprob = sequence.logprobs.copy(), sequence.cumulative_logprob
-        group.sequences.append(child)
-        if sequence.table is not None and group.stage is not PROMPT:
-            # The child computes its last token itself, for its own logits.
-            child.num_computed = min(sequence.num_computed, len(child.token_ids) - 1)
-            child.table = requests.scheduler.cache.fork(sequence.table, child.seq_id, child.num_computed)
 
 
 @dataclass(slots=True)

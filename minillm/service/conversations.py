@@ -92,7 +92,7 @@ class Conversations:
             raise UsageError("an answer of this conversation is still being generated; stop it first")
         params: Params = (BeamSearchParams if "beam_width" in command.params else SamplingParams)(**command.params)
         depths = params.reasoning_depths if isinstance(params, SamplingParams) else ()
-        params = params if depths else engine.requests.with_possible_limit(params)
+        params = params if depths else engine.requests.reasoning.without_impossible(params)
         token_ids = engine.tokenizer.apply_chat_template(
             command.messages,
             add_generation_prompt=not command.continues,

@@ -19,7 +19,7 @@ def loaded(engine: Engine, model_name: str, seconds: float) -> Loaded:
         block_bytes=model.config.kv_bytes_per_token(model.kv_element_size) * engine.cache.block_size,
         has_chat_template=engine.tokenizer is not None and engine.tokenizer.has_chat_template,
         has_thinking_switch=engine.tokenizer is not None and engine.tokenizer.has_thinking_switch,
-        has_reasoning_tags=engine.requests.reasoning_tags is not None,
+        has_reasoning_tags=engine.requests.reasoning.tags is not None,
         seconds=seconds,
         max_num_seqs=engine.scheduler.max_num_seqs,
         vocab_size=model.config.vocab_size,
