@@ -39,7 +39,9 @@ async def test_the_cursor_stays_in_sight_in_a_long_answer(letters: str, size: tu
 async def test_figures_of_wide_characters_are_in_their_column() -> None:
     async with chat() as pilot:
         pilot.app.push_screen(ProbabilityScreen([TokenChoice("界", -0.1, ["a", "世界" * 20], [-1.0, -2.0])]))
-        await until(pilot, lambda: "token 1 of 1" in seen(pilot))
-        figures = [line for line in seen(pilot).splitlines() if "▰" in line]
-        assert len(figures) == 3
-        assert len({cell_len(line[: line.index("%")]) for line in figures}) == 1
+
+        def figures() -> list[str]:
+            return [line for line in seen(pilot).splitlines() if "▰" in line]
+
+        await until(pilot, lambda: len(figures()) == 3)
+        assert len({cell_len(line[: line.index("%")]) for line in figures()}) == 1
