@@ -28,8 +28,8 @@ _USERS_OWN = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_THREAD_LIMIT")
 class FreeCores(StepObserver):
     """Sets torch's number of threads before steps, and while weights are loaded.
 
-    The number never exceeds torch's number of threads at construction. A number that other code has set is left
-    unchanged.
+    The number never exceeds torch's number of threads before the first instance. A number that other code has set is
+    left unchanged. All instances in a process share this state, because an engine may find the number of another one.
 
     Args:
         read: returns the seconds for which this process's cores were busy since the machine started. By default, they
@@ -37,11 +37,14 @@ class FreeCores(StepObserver):
         since: an earlier result of `clocks`, at which the first measurement begins; by default now.
     """
 
+    _ours = 0  # torch's number of threads as an instance has found or set it last
+    _most = 1
+
     def __init__(self, read: Callable[[], float] | None = None, since: Clocks | None = None) -> None:
         self._read = read or _busy_seconds
-        self._most = max(1, min(torch.get_num_threads(), quota()))
+        if (found := torch.get_num_threads()) != FreeCores._ours:
+            FreeCores._ours, FreeCores._most = found, max(1, min(found, quota()))
         self._cores = len(os.sched_getaffinity(0))
-        self._ours = torch.get_num_threads()
         self._seen = since or clocks(self._read)
         self._ended = math.inf  # before the first step; that step uses the measurement begun while loading
 
@@ -70,7 +73,7 @@ class FreeCores(StepObserver):
         wanted = max(1, min(self._most, math.floor(self._cores - others + _TOLERATED)))
         if torch.get_num_threads() == self._ours != wanted:
             torch.set_num_threads(wanted)
-            self._ours = wanted
+            FreeCores._ours = wanted
 
 
 def clocks(read: Callable[[], float] | None = None) -> Clocks:

@@ -41,6 +41,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(time, "process_time", lambda: machine.own)
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2, 3})
     monkeypatch.setattr(threads, "quota", lambda: 4)
+    monkeypatch.setattr(FreeCores, "_ours", 0)
+    monkeypatch.setattr(FreeCores, "_most", 1)
     torch.set_num_threads(4)
     yield machine
     torch.set_num_threads(before)
@@ -102,6 +104,15 @@ def test_a_number_that_somebody_else_sets_stays(machine: Machine) -> None:
     assert after(cores, machine, 1.0) == 3
     torch.set_num_threads(2)
     assert [after(cores, machine, load) for load in (0.0, 3.0)] == [2, 2]
+
+
+def test_an_engine_takes_the_cores_that_another_engine_left_to_others(machine: Machine) -> None:
+    first = FreeCores(lambda: machine.busy)
+    assert after(first, machine, 3.0) == 1
+    second = FreeCores(lambda: machine.busy)
+    assert after(second, machine, 1.0) == 3
+    assert [after(first, machine, 0.0) for _ in range(2)] == [3, 4]  # its first measurement begins before the other's
+    assert [after(second, machine, 2.0) for _ in range(2)][-1] == 2
 
 
 def test_it_never_takes_more_threads_than_torch_had(machine: Machine) -> None:
