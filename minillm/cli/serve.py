@@ -85,6 +85,8 @@ def access_rules(arguments: argparse.Namespace, key: str) -> AccessRules:
         value = getattr(arguments, name)
         if not low <= value <= high:
             raise UsageError(f"--{name.replace('_', '-')} must be from {low} to {high}, not {value}")
+    if not all(arguments.served_model_name or ()):
+        raise UsageError("--served-model-name is empty; give the name that clients send, or leave it out")
     keys = _keys(key, arguments.api_key_file)
     host = arguments.host
     if not _is_local(host) and not keys:

@@ -262,6 +262,7 @@ def test_headers_are_bounded(server: Server) -> None:
         (["--api-key-file", "nowhere"], "nowhere"),
         (["--port", "99999"], "--port must be from 0 to 65535"),
         (["--allow-origin", "*"], "name each origin"),
+        (["--served-model-name", "local", "--served-model-name", ""], "--served-model-name is empty"),
         (["--api-key", "short"], "8 ASCII characters"),
         (["--api-key", ""], "8 ASCII characters"),
         (["--prot", "1"], "unknown option '--prot', did you mean --port"),
