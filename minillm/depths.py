@@ -66,7 +66,7 @@ def depths(
     if params.max_tokens <= deepest:
         raise UsageError(f"max_tokens is {params.max_tokens}; it must be above the deepest of depths, {deepest}")
     text: Any = prompt
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping) and "role" in prompt[0]:
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], Mapping) and "role" in prompt[0]:
         text = llm.tokenizer.apply_chat_template(prompt)
     [output] = llm.generate([text], replace(params, max_reasoning_tokens=deepest, reasoning_depths=shallow))
     if output.error is not None:

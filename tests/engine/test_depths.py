@@ -244,6 +244,8 @@ def test_depths_of_an_llm(directory: Path) -> None:
         biased = replace(params, logits_processor=None, logit_bias={ids_of(llm.tokenizer, "</think>")[0]: 100.0})
         one, other = llm.depths(prompt, [3, 30], biased)
         assert (one.text, one.num_own_tokens) == (other.text, 0)
+        conversation = [{"role": "user", "content": "Count"}]
+        assert llm.depths(tuple(conversation), [0, 2], params) == llm.depths(conversation, [0, 2], params)
         with pytest.raises(UsageError, match="max_tokens is 150; it must be above"):
             llm.depths(prompt, [200], params)
         with pytest.raises(UsageError, match="n must be 1"):
