@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -67,6 +68,13 @@ async def test_a_command_searches_and_special_characters_are_characters() -> Non
         await until(pilot, lambda: found(pilot).startswith("1 of 2"))
         screen(pilot).query_one(Input).value = ".is"
         await until(pilot, lambda: found(pilot).startswith("1 of 2"))
+
+
+async def test_words_and_places_are_in_sight_in_a_narrow_terminal() -> None:
+    async with chat(size=(40, 24)) as pilot:
+        await ask(pilot, "echo a heron")
+        await pilot.press("ctrl+f", *"heron")
+        await until(pilot, lambda: re.search(r"find heron +1 of 2", seen(pilot)))
 
 
 async def test_a_place_in_folded_reasoning_is_opened() -> None:
