@@ -103,7 +103,8 @@ class Sessions:
         session = self.open_ones.pop(name, None)
         if session is not None:
             session.conversations.close()
-            self.ending.append(session)
+            if not session.conversations.is_idle:
+                self.ending.append(session)
 
     def take(self, deltas: Iterable[Delta], outputs: Iterable[RequestOutput]) -> None:
         """Pass the results of an engine step to the apps. Each app takes its own results."""

@@ -103,6 +103,7 @@ def test_watchers_see_the_pool_change(model: Llama) -> None:
     assert seen() == ["a"]
     sessions.close("w")
     assert not inside.engine.cache.subscribers, "nobody looks any more"
+    assert not sessions.ending, "without a step, it would stay in memory"
     inside.add(prepared("b", [5, 6, 7], keep=True))
     run(inside)
     sessions.report(now=True)
