@@ -126,7 +126,11 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
             if calls.jobs.empty():
                 report()
         if sessions.wait():
-            sessions.take(*requests.step())
+            try:
+                found = requests.step()
+            except Exception:  # reported by `step`; nothing can be computed any more
+                return 1
+            sessions.take(*found)
             report()
 
 

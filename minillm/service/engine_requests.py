@@ -194,15 +194,19 @@ class EngineRequests:
     def step(self) -> tuple[list[Delta], list[RequestOutput]]:
         """Run one engine step and send the results of HTTP clients' requests.
 
-        Return the results of all other requests: their new texts, and the requests that have ended.
+        Return the results of all other requests: their new texts, and the requests that have ended. Raise the engine's
+        exception if it ended no request, because the next step would fail in the same way.
         """
         engine = self.engine
+        num_groups = len(engine.requests.groups)
         self._step_at = time.monotonic()
         try:
             deltas = engine.step()
-        except Exception as error:  # the engine has freed the step's blocks and continues
-            deltas = engine.take_undelivered()
+        except Exception as error:  # the engine has freed the step's blocks
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
+            if len(engine.requests.groups) == num_groups:
+                raise
+            deltas = engine.take_undelivered()
         finally:
             self._step_at = 0.0
         step = engine.figures.last_step

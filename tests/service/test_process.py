@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 from io import BytesIO
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from minillm.engine.engine import Engine
+from minillm.parallel.channel import RankDied
 from minillm.progress import Progress
 from minillm.service import __main__ as process
 from minillm.service import call_messages
@@ -19,6 +23,7 @@ from minillm.service.messages import (
     Abort,
     Command,
     Drop,
+    Generate,
     Load,
     LoadFailed,
     Loading,
@@ -51,6 +56,25 @@ def test_an_error_of_the_load_is_one_line_and_the_exit_code(monkeypatch: pytest.
     code, [failed] = served(Load("m"))
     assert failed == LoadFailed("ZeroDivisionError: division by zero", 1)
     assert code == 1
+
+
+def test_an_engine_that_cannot_compute_ends_its_process(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Such as after the end of another rank: each step would fail at once, for ever."""
+    steps = []
+
+    def fail(engine: Engine) -> NoReturn:
+        steps.append(engine)
+        if len(steps) > 3:
+            pytest.fail("it goes on")
+        raise RankDied("rank 1 of 2 is gone")
+
+    monkeypatch.setattr(Engine, "step", fail)
+    load = Load(str(tiny_model), {"device": "cpu", "num_blocks": 16})
+    code, _ = served(load, Generate("r", "c", [{"role": "user", "content": "hello"}]))
+    assert code == 1
+    assert capfd.readouterr().err == "step failed: RankDied: rank 1 of 2 is gone\n"
 
 
 def test_the_exit_code_reaches_the_app_while_it_could_still_send() -> None:
