@@ -13,6 +13,7 @@ from minillm.engine.driver import Driver
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, finite
+from minillm.parallel.channel import RankDied
 from minillm.params import BeamSearchParams
 from minillm.sequence import Sequence, SequenceGroup
 from minillm.service import call_messages as messages
@@ -195,7 +196,7 @@ class EngineRequests:
         """Run one engine step and send the results of HTTP clients' requests.
 
         Return the results of all other requests: their new texts, and the requests that have ended. Raise the engine's
-        exception if it ended no request, because the next step would fail in the same way.
+        exception if another rank has died, or if no request has ended: the next step would fail in the same way.
         """
         engine = self.engine
         num_groups = len(engine.requests.groups)
@@ -204,7 +205,7 @@ class EngineRequests:
             deltas = engine.step()
         except Exception as error:  # the engine has freed the step's blocks
             sys.stderr.write(f"step failed: {type(error).__name__}: {error}\n")
-            if len(engine.requests.groups) == num_groups:
+            if isinstance(error, RankDied) or len(engine.requests.groups) == num_groups:
                 raise
             deltas = engine.take_undelivered()
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -12,6 +12,7 @@ from lib.models import hf_model, ours
 from minillm.engine.driver import Driver
 from minillm.errors import MinillmError, UsageError
 from minillm.model.llama import Llama
+from minillm.parallel.channel import RankDied
 from minillm.params import BeamSearchParams, SamplingParams
 from minillm.runner.penalties import NOTHING_ALLOWED
 from minillm.service import call_messages as messages
@@ -147,6 +148,23 @@ def test_a_defect_in_one_request_refuses_that_one(model: Llama, monkeypatch: pyt
     assert isinstance(refused, RequestFailed)
     assert refused.kind == "internal"
     assert "IndexError: injected" in refused.error
+
+
+def test_requests_of_a_model_without_one_of_its_ranks_get_no_error_of_the_device(
+    model: Llama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the process is the cause that clients are told."""
+    inside, events = around(model)
+    inside.add(prepared("a", [5, 6, 7]))
+
+    def fail() -> NoReturn:
+        inside.engine.requests.end(list(inside.engine.requests.groups.values()))
+        raise RankDied("rank 1 of 2 is gone")
+
+    monkeypatch.setattr(inside.engine, "step", fail)
+    with pytest.raises(RankDied):
+        inside.step()
+    assert not events
 
 
 @pytest.mark.parametrize("cls", [SamplingParams, BeamSearchParams])
