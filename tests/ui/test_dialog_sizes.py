@@ -45,12 +45,10 @@ async def test_hints_and_problems_are_in_sight(name: str, size: tuple[int, int],
     async with chat(size=size) as pilot:
         dialog = DIALOGS[name](stored(tmp_path))
         pilot.app.push_screen(dialog)
-        await until(pilot, lambda: pilot.app.screen is dialog and dialog.query(".dialog"))
-        await pilot.pause()
+        await until(pilot, lambda: pilot.app.screen is dialog and dialog.query(".dialog > .hint"))
         if dialog.query(".problem"):
             dialog.say("wrong")
-            await pilot.pause()
-            assert "wrong" in seen(pilot)
+            await until(pilot, lambda: "wrong" in seen(pilot))
+        hint, box = dialog.query(".dialog > .hint").last(), dialog.query_one(".dialog")
         if (name, size) != ("probabilities", (40, 12)):  # all alternatives are in sight instead
-            hint, box = dialog.query(".dialog > .hint").last(), dialog.query_one(".dialog").content_region
-            assert box.bottom - 1 <= hint.region.bottom <= box.bottom, seen(pilot)
+            await until(pilot, lambda: 0 <= box.content_region.bottom - hint.region.bottom <= 1 and hint.region)
