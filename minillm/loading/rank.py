@@ -7,6 +7,7 @@ first message of rank 0 is this process's task, as JSON.
 import json
 import os
 import sys
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -57,9 +58,13 @@ def follow(
 
 def main() -> None:
     connection = parent_socket()
-    task = json.loads(receive_message(connection))
+    try:
+        task = json.loads(receive_message(connection))
+    except EOFError:  # rank 0 has ended
+        sys.exit(1)
     follower = Follower(connection, task["directory"])  # first of all: from now on, this process ends with rank 0
-    send_message(connection, b"")
+    with suppress(OSError):  # rank 0 has ended, and ``follower`` ends this process
+        send_message(connection, b"")
     config, store = EngineConfig(**task["config"]), open_store(task["directory"])
     follow(follower, store, task["rank"], task["model"], config, choose_device(config, task["local_rank"]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import json
 import os
 import queue
 import random
@@ -50,7 +51,7 @@ from minillm.model.loader import load_llama, parameter_shapes
 from minillm.model.shapes import SHAPES
 from minillm.model.shard import shard_of
 from minillm.outputs import RequestOutput
-from minillm.parallel.channel import RankDied
+from minillm.parallel.channel import RankDied, send_message
 from minillm.parallel.collectives import Ranks
 from minillm.parallel.launch import Torchrun
 from minillm.params import Params
@@ -62,6 +63,7 @@ from minillm.runner.runner import Runner
 from minillm.runner.sharded_blocks import ShardedBlocks
 from minillm.runner.step import ChunkWork, StepWork
 from minillm.runner.wire import BlockMove
+from minillm.system import PYTHON, start_connected
 
 CPU = torch.device("cpu")
 
@@ -709,3 +711,19 @@ def test_an_error_that_all_ranks_find_is_that_of_one_process(tiny_model: Path) -
         LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, weights="both")
     with pytest.raises(CapacityError, match=r"^max_model_len 9999 is above the model's context"):
         LLM(str(tiny_model), device="cpu", tensor_parallel_size=2, max_model_len=9999)
+
+
+@pytest.mark.parametrize("has_task", [False, True])
+def test_a_rank_whose_rank_0_ends_while_it_starts_is_quiet(has_task: bool, tmp_path: Path) -> None:
+    """Such as after ctrl-c. The process still imports torch when the connection ends."""
+    directory, task = tmp_path / "store", {"rank": 1, "local_rank": 1, "model": "none", "config": {}}
+    directory.mkdir()
+    with tempfile.TemporaryFile() as log:
+        connection, process = start_connected((*PYTHON, "-m", "minillm.loading.rank"), log=log)
+        if has_task:
+            send_message(connection, json.dumps({**task, "directory": str(directory)}).encode())
+        connection.close()
+        assert process.wait(60) == 1
+        log.seek(0)
+        assert log.read() == b""
+    assert directory.exists() != has_task
