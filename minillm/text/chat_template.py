@@ -54,7 +54,7 @@ class ChatTemplate:
 
         Args:
             messages: see `plain_messages`. If the template does not know the role developer, the role system replaces
-                it.
+                it. If the template rejects the conversation, adjacent messages with one role are joined by newlines.
             tools: see `minillm.text.tools.plain_tools`. If the template does not support tools, they are described in
                 the system message.
             add_generation_prompt: end with the beginning of an answer.
@@ -86,7 +86,9 @@ class ChatTemplate:
         if thinks is not None:
             variables["enable_thinking"] = thinks
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
-        answer = self._sandbox.ask({"template": self.source, "variables": variables, "limit": limit})
+        answer = self._ask(variables, limit)
+        if "refused" in answer and len(joined := _joined(own)) < len(own):  # many templates want roles to alternate
+            answer = self._ask({**variables, "messages": joined}, limit)
         if "refused" in answer:
             raise UsageError(f"the chat template: {clean_line(str(answer['refused']), 300)}")
         text = str(answer["text"])
@@ -95,6 +97,21 @@ class ChatTemplate:
             if not end:
                 raise UsageError("the chat template does not show earlier answers, so none can be continued")
         return _up_to_end(text, last) if continue_final_message else text
+
+    def _ask(self, variables: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
+        return self._sandbox.ask({"template": self.source, "variables": variables, "limit": limit})
+
+
+def _joined(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages, with adjacent ones of the user or the system as one. Messages with a name stay apart."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        plain = message.keys() == {"role", "content"} and message["role"] in ("user", "system", "developer")
+        if plain and found and found[-1].keys() == message.keys() and found[-1]["role"] == message["role"]:
+            found[-1]["content"] += f"\n{message['content']}"
+        else:
+            found.append(dict(message))
+    return found
 
 
 def _up_to_end(text: str, content: str) -> str:

@@ -205,6 +205,34 @@ HOSTILE = {
 }
 
 
+# Gemma's rule: a system message only at the beginning, then users and assistants in turns.
+IN_TURNS = (
+    "{%- set first = messages[0].role == 'system' %}{{- messages[0].content + '|' if first }}"
+    "{%- set others = messages[1:] if first else messages %}{%- for message in others %}"
+    "{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}"
+    "{{- message.role + ': ' + message.content + ';' }}{%- endfor %}"
+)
+
+
+def test_messages_of_one_role_are_joined_where_the_template_wants_them_in_turns() -> None:
+    template = ChatTemplate(IN_TURNS, {})
+    several = [
+        {"role": "system", "content": "s"},
+        {"role": "developer", "content": "d"},
+        *({"role": "user", "content": each} for each in "abc"),
+        {"role": "assistant", "content": "e"},
+        {"role": "user", "content": "f"},
+    ]
+    assert template.render(several) == template.render(say("a\nb\nc", "e", "f", system="s\nd"))
+    assert ChatTemplate(CHATML, {}).render(several).count("<|im_start|>user") == 4  # this template takes them apart
+    assert template.render([*several, several[-1]], num_known=6) == ";user: f\nf;"
+    continued = template.render(several[:-1], continue_final_message=True)
+    assert continued == "s\nd|user: a\nb\nc;assistant: e"
+    for rejected in ([*several, several[5], several[5]], [*several, {"role": "user", "content": "g", "name": "G"}]):
+        with pytest.raises(UsageError, match="the chat template: roles must alternate"):
+            template.render(rejected)
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(HOSTILE[name], {})
