@@ -288,7 +288,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
         ("parent-of-another-salt", "shared_length", "BoolOp 0", "$values[0] or $values[1]", DYNAMIC),
         ("parents-last-token-shared", "shared_length", "BinOp 2", "$left",
          ENGINE + "test_a_held_sequence_gives_its_blocks_to_the_next_turn"),
-        ("evicted-sequence-pinned", "IdleSequences.pin", "If 0.test", "False",
+        ("evicted-sequence-pinned", "IdleSequences.pin", "If 1.test", "False",
          PREFIXES + "test_a_pin_leaves_room_for_requests_that_wait"),
         ("pinned-sequence-stays-idle", "IdleSequences.pin", "Call 5", "$func.value[$args[0]]",
          PREFIXES + "test_a_pinned_prefix_survives_any_load"),
