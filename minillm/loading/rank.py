@@ -7,11 +7,11 @@ first message of rank 0 is this process's task, as JSON.
 import json
 import os
 import sys
-from contextlib import suppress
-from typing import NoReturn
+import threading
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed import Store
 
 from minillm.config import EngineConfig
 from minillm.errors import MinillmError, memory_errors
@@ -27,9 +27,7 @@ from minillm.runner.step import StepWork
 from minillm.system import parent_socket
 
 
-def follow(
-    follower: Follower, store: Store, rank: int, name: str, config: EngineConfig, device: torch.device
-) -> NoReturn:
+def follow(follower: Follower, task: Mapping[str, Any]) -> NoReturn:
     """Build this rank's runner, and run the steps that rank 0 sends. End the process when rank 0 has finished.
 
     An error here is sent to rank 0, which raises it.
@@ -37,8 +35,10 @@ def follow(
     status = 0
     try:
         with memory_errors():
-            ranks = Ranks(store, rank, config.tensor_parallel_size, device)
-            runner, _ = build_runner(describe(name, config), config, device, ranks)
+            config = EngineConfig(**task["config"])
+            device = choose_device(config, task["local_rank"])
+            ranks = Ranks(open_store(task["directory"]), task["rank"], config.tensor_parallel_size, device)
+            runner, _ = build_runner(describe(task["model"], config), config, device, ranks)
             blocks = ShardedBlocks(runner)
             for message in follower.messages():
                 work = wire.decode(message)
@@ -63,10 +63,11 @@ def main() -> None:
     except EOFError:  # rank 0 has ended
         sys.exit(1)
     follower = Follower(connection, task["directory"])  # first of all: from now on, this process ends with rank 0
-    with suppress(OSError):  # rank 0 has ended, and ``follower`` ends this process
+    try:
         send_message(connection, b"")
-    config, store = EngineConfig(**task["config"]), open_store(task["directory"])
-    follow(follower, store, task["rank"], task["model"], config, choose_device(config, task["local_rank"]))
+    except OSError:  # rank 0 has ended
+        threading.Event().wait()  # until ``follower`` ends this process
+    follow(follower, task)
 
 
 if __name__ == "__main__":

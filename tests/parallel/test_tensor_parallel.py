@@ -63,7 +63,7 @@ from minillm.runner.runner import Runner
 from minillm.runner.sharded_blocks import ShardedBlocks
 from minillm.runner.step import ChunkWork, StepWork
 from minillm.runner.wire import BlockMove
-from minillm.system import PYTHON, start_connected
+from minillm.system import start_connected
 
 CPU = torch.device("cpu")
 
@@ -719,7 +719,7 @@ def test_a_rank_whose_rank_0_ends_while_it_starts_is_quiet(has_task: bool, tmp_p
     directory, task = tmp_path / "store", {"rank": 1, "local_rank": 1, "model": "none", "config": {}}
     directory.mkdir()
     with tempfile.TemporaryFile() as log:
-        connection, process = start_connected((*PYTHON, "-m", "minillm.loading.rank"), log=log)
+        connection, process = start_connected((sys.executable, "-P", "-m", "minillm.loading.rank"), log=log)
         if has_task:
             send_message(connection, json.dumps({**task, "directory": str(directory)}).encode())
         connection.close()
