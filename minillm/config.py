@@ -58,18 +58,19 @@ def _chat_template(name: str, value: Any) -> str | None:
     """Return the text of a chat template. ``value`` is this text or the name of a file with it."""
     if value is None:
         return None
+    from minillm.text.chat_template import is_template
     from minillm.text.sandbox_process import syntax_error  # imports Jinja, which most commands do not need
 
     if not isinstance(value, str) or not value:
         raise UsageError(f"{name} must be a file or the text of a Jinja template, not {shown(value)}")
     text, subject = value, name
-    if "{{" not in value and "{%" not in value:
+    if not is_template(value):
         path, subject = expanded(value, name), f"{name} {clean_line(value, 80)}"
         try:
             text = read_bytes(path, _MAX_TEMPLATE).decode("utf-8-sig")
         except (OSError, ValueError) as error:
             raise UsageError(f"{subject}: {getattr(error, 'strerror', None) or 'not UTF-8'}") from None
-        if "{{" not in text and "{%" not in text:
+        if not is_template(text):
             raise UsageError(f"{subject}: this is no Jinja template: it has neither {{{{ nor {{%")
     if (wrong := syntax_error(text)) is not None:
         raise UsageError(f"{subject}: {clean_line(wrong, 300)}")

@@ -22,6 +22,11 @@ _MEMORY_BYTES = 512 << 20
 _MAX_CHARACTERS = 16 << 20  # maximum characters of all messages together
 
 
+def is_template(text: str) -> bool:
+    """Return whether a text is a Jinja template and not, for example, the name of a file with one."""
+    return "{{" in text or "{%" in text
+
+
 class ChatTemplate:
     """A Jinja template and the process that renders it.
 

@@ -29,7 +29,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from minillm.checks import shown
 from minillm.errors import ContextLengthError, UsageError, WeightsError
-from minillm.text.chat_template import ChatTemplate, plain_messages
+from minillm.text.chat_template import ChatTemplate, is_template, plain_messages
 from minillm.text.control_tokens import BREAK, CONTINUES, ControlTokens, admissible
 from minillm.text.dummy_prefix import with_removal
 from minillm.text.gguf_tokenizer import rebuild
@@ -291,7 +291,7 @@ class Tokenizer:
         """
         template = self._template
         if chat_template is not None:
-            if not isinstance(chat_template, str) or not ("{{" in chat_template or "{%" in chat_template):
+            if not isinstance(chat_template, str) or not is_template(chat_template):
                 raise UsageError(f"chat_template must be the text of a Jinja template, not {shown(chat_template)}")
             if self._given is None or self._given.source != chat_template:
                 self._given = ChatTemplate(chat_template, self.special_tokens)
