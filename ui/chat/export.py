@@ -6,6 +6,7 @@ from pathlib import Path
 
 from minillm.errors import MinillmError, UsageError
 from minillm.system import expanded
+from minillm.text.safe import cause
 from minillm.ui.chat.conversation import Conversation
 from minillm.ui.chat.saved import to_data
 
@@ -45,7 +46,7 @@ def export(conversation: Conversation, target: Path) -> Path:
     except FileExistsError:
         raise MinillmError(f"{target} exists; choose another name") from None
     except (OSError, ValueError) as error:
-        raise MinillmError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from None
+        raise MinillmError(f"{target} cannot be written: {cause(error)}") from None
     try:
         with file:
             file.write(text)
