@@ -45,7 +45,8 @@ class ChatFormatter:
         last["finish_reason"] = _reason(text.finish_reason, text.index in self._calling)
         if self.has_logprobs and text.tokens:
             last["logprobs"] = chat_logprobs(text.tokens)
-        return [*found[:-1], {**last, **extras(text)}]
+        last |= extras(text)
+        return found
 
     def whole(self, number: int, completions: list[Completion], answer: Answer) -> list[Json]:
         return [self._whole(each, self.reader(answer)) for each in completions]
@@ -64,7 +65,7 @@ class ChatFormatter:
         logprobs = chat_logprobs(each.tokens) if self.has_logprobs else None
         reason = _reason(each.finish_reason, "tool_calls" in message)
         found = {"index": each.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-        return {**found, **extras(each)}
+        return found | extras(each)
 
 
 @dataclass(eq=False)
@@ -182,7 +183,8 @@ class TextFormatter:
         found = self._choice(number, text.index, text.text, text.finish_reason)
         if self.has_logprobs:
             found["logprobs"] = self._logprobs(number, text.index, text.tokens)
-        return [{**found, **extras(text)}]
+        found |= extras(text)
+        return [found]
 
     def _logprobs(self, number: int, index: int, tokens: list[Token]) -> Json:
         """Return the log-probabilities of a stream's next ``tokens``."""
@@ -200,7 +202,7 @@ class TextFormatter:
                 found["logprobs"] = text_logprobs([*(before if self.echo else ()), *each.tokens])
             if self.prompt_logprobs:
                 found["prompt_logprobs"] = [prompt_entry(token) for token in before]
-            choices.append(_with_prompt_ids({**found, **extras(each)}, answer))
+            choices.append(_with_prompt_ids(found | extras(each), answer))
         return choices
 
     def prompt(self, answers: Sequence[Answer]) -> Json:
