@@ -14,10 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.layers import LAYERS
+from lib.layers import LAYERS, PACKAGES, ROOT, sources
 
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("kernels", "minillm", "ui")
 CACHE_MAY_NOT = {"torch", "numpy"}
 OPTIONAL = {"llama_cpp": "llama-cpp-python"}  # modules of distributions that no environment needs
 
@@ -36,12 +34,6 @@ def imported(path: Path) -> frozenset[str]:
             if node.module in ("minillm", *(f"minillm.{package}" for package in PACKAGES)):
                 found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return frozenset(found)
-
-
-def sources(package: str) -> list[Path]:
-    files = sorted((ROOT / package).rglob("*.py"))
-    assert files
-    return files
 
 
 def package_of(module: str) -> str | None:

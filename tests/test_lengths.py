@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
-_ROOT = Path(__file__).parents[1]
+from lib.layers import PACKAGES, ROOT, sources
+
 _MOST_LINES, _MOST_METHODS, _MOST_ATTRIBUTES = 420, 25, 18
 
 
-def _sources() -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each source file."""
-    for package in ("kernels", "minillm", "ui"):
-        for file in (_ROOT / package).rglob("*.py"):
-            yield str(file.relative_to(_ROOT)), file.read_text()
+def _texts() -> dict[str, str]:
+    """Return the text of each source file, by its path."""
+    return {str(path.relative_to(ROOT)): path.read_text() for package in PACKAGES for path in sources(package)}
 
 
 def _set_in(function: ast.AST) -> set[str]:
@@ -27,14 +24,14 @@ def _set_in(function: ast.AST) -> set[str]:
 
 
 def test_no_file_is_long() -> None:
-    lengths = {path: len(text.splitlines()) for path, text in _sources()}
+    lengths = {path: len(text.splitlines()) for path, text in _texts().items()}
     assert len(lengths) > 300
     assert {path: length for path, length in lengths.items() if length > _MOST_LINES} == {}
 
 
 def test_no_class_has_many_methods_or_attributes() -> None:
     large, count = [], 0
-    for path, text in _sources():
+    for path, text in _texts().items():
         for cls in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)):
             methods = [node for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
             attributes = set().union(*(_set_in(each) for each in methods if each.name == "__init__"))
