@@ -37,12 +37,14 @@ class SwapSpace:
         self.num_blocks = num_blocks
         self.saved: dict[int, SavedTable] = {}
         self.num_swapped_out = self.num_swapped_in = 0  # blocks, since the start
-        self._ref_counts = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._ref_counts: dict[int, int] = {}  # of the blocks in use
+        # A small model's host memory has millions of blocks, and few are ever used.
+        self._freed: list[int] = []
+        self._num_touched = 0  # blocks that have been in use: the first ones
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_blocks - len(self._ref_counts)
 
     def swap_out(self, cache: BlockManager, tables: Sequence[tuple[BlockTable, int]]) -> list[tuple[int, int]] | None:
         """Assign host blocks to the first tokens of each table, and free the tables.
@@ -58,9 +60,9 @@ class SwapSpace:
         size = cache.block_size
         kept = [(table, tokens, table.blocks[: -(-tokens // size)]) for table, tokens in tables]
         distinct = dict.fromkeys(block for _, _, blocks in kept for block in blocks)
-        if len(distinct) > len(self._free):
+        if len(distinct) > self.num_free:
             return None
-        homes = {block: self._free.pop() for block in distinct}
+        homes = {block: self._take() for block in distinct}
         pairs = [(cache.content_of(block), home) for block, home in homes.items()]
         for table, tokens, blocks in kept:
             hosts = [homes[block] for block in blocks]
@@ -127,9 +129,19 @@ class SwapSpace:
         saved = self.saved.pop(seq_id, None)
         self._release([] if saved is None else saved.blocks)
 
+    def _take(self) -> int:
+        """Take a free host block, with no reference yet. The caller ensures that there is one."""
+        if self._freed:
+            host = self._freed.pop()
+        else:
+            host, self._num_touched = self._num_touched, self._num_touched + 1
+        self._ref_counts[host] = 0
+        return host
+
     def _release(self, hosts: Sequence[int]) -> None:
         """Drop one reference to each host block. Free the blocks that no saved table references any more."""
         for host in hosts:
             self._ref_counts[host] -= 1
             if not self._ref_counts[host]:
-                self._free.append(host)
+                del self._ref_counts[host]
+                self._freed.append(host)

@@ -36,7 +36,7 @@ def check(manager: BlockManager) -> None:
 def check_swap(swap: SwapSpace) -> None:
     """Raise AssertionError unless the bookkeeping of host memory is consistent."""
     held = Counter(host for saved in swap.saved.values() for host in saved.blocks)
-    counts = [held[host] for host in range(swap.num_blocks)]
-    assert counts == swap._ref_counts, "reference counts differ from what the saved tables hold"
-    assert len(set(swap._free)) == len(swap._free), "a host block is free twice"
-    assert set(swap._free) == {host for host, count in enumerate(counts) if not count}, "a host block leaked"
+    assert held == swap._ref_counts, "reference counts differ from what the saved tables hold"
+    assert len(set(swap._freed)) == len(swap._freed), "a host block is free twice"
+    assert sorted([*held, *swap._freed]) == list(range(swap._num_touched)), "a host block leaked"
+    assert swap._num_touched <= swap.num_blocks, "there is no such host block"
