@@ -13,6 +13,7 @@ from typing import Self
 from minillm.checks import check_integer, shown
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
+from minillm.engine.prompts import token_ids_of, tokenizer_of
 from minillm.engine.requests import Request
 from minillm.errors import UsageError
 from minillm.outputs import CompletionOutput, RequestOutput
@@ -46,7 +47,7 @@ class Branch:
             UsageError: an id is outside the vocabulary, or the context is too short. The branch is unchanged.
         """
         self.check()
-        longer = self.token_ids + self._driver.token_ids(text, after=self.token_ids)
+        longer = self.token_ids + token_ids_of(self._driver.engine, text, after=self.token_ids)
         self._driver.engine.requests.check_prompt(longer)
         self.token_ids = longer
         return self
@@ -93,7 +94,7 @@ class Branch:
     @property
     def text(self) -> str:
         """The text of the whole branch, the prompt included."""
-        return self._driver.tokenizer.decode(self.token_ids)
+        return tokenizer_of(self._driver.engine).decode(self.token_ids)
 
     def check(self) -> None:
         """Raise UsageError if the branch has been freed."""

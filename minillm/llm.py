@@ -1,7 +1,7 @@
 """`LLM`: the Python API."""
 
 import os
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import fields
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -12,11 +12,13 @@ from minillm import scoring
 from minillm.checks import check_names, shown
 from minillm.config import EngineConfig
 from minillm.engine.driver import Driver
+from minillm.engine.engine import Engine
+from minillm.engine.prompts import token_ids_of, tokenizer_of
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
 from minillm.llm_methods import Prompts, SomeParams
 from minillm.loading.engine import load_engine
-from minillm.outputs import Delta, RequestOutput
+from minillm.outputs import RequestOutput
 from minillm.params import Params, SamplingParams, params_list
 from minillm.progress import GenerationBar, OnMessage, OnProgress, loading_bar
 from minillm.text.prompts import Prompt, prompt_list
@@ -24,13 +26,6 @@ from minillm.text.tokenizer import Tokenizer
 from minillm.weights.manifest import load_manifest
 
 Key = TypeVar("Key")
-
-
-def refusal(prompt: Prompt, error: MinillmError) -> RequestOutput:
-    """Return an output that reports why a prompt was rejected."""
-    text = prompt if isinstance(prompt, str) else None
-    ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else []
-    return RequestOutput("", text, ids, outputs=[], finished=True, error=str(error))
 
 
 class LLM:
@@ -68,7 +63,7 @@ class LLM:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises UsageError without one, for example with ``load_format="dummy"``."""
-        return self._driver.tokenizer
+        return tokenizer_of(self.engine)
 
     def close(self) -> None:
         """End the processes of the model's other ranks. This object cannot generate afterwards.
@@ -136,7 +131,7 @@ class LLM:
 
         def refuse(key: tuple[int, Prompt], error: MinillmError) -> RequestOutput:
             if not raise_errors:
-                return refusal(key[1], error)
+                return methods.refusal(key[1], error)
             raise type(error)(f"prompt {key[0]}: {error}" if len(found) > 1 else str(error)) from None
 
         for (index, _), output in self.work_off(lambda num_free_seqs: next(jobs, []), refuse):
@@ -158,33 +153,19 @@ class LLM:
 
         def requests(num_free_seqs: int) -> Iterable[tuple[Key, Callable[[], Request]]] | None:
             taken = take(num_free_seqs)
-            return None if taken is None else [(key, partial(_request_of, self._driver, make)) for key, make in taken]
+            return None if taken is None else [(key, partial(_request_of, self.engine, make)) for key, make in taken]
 
         for key, result in self._driver.run(requests, refuse=refuse):
             if isinstance(result, RequestOutput):
                 yield key, result
-
-    def stream(
-        self, prompt: Prompt, params: Params | None = None, *, request_id: str = ""
-    ) -> Generator[Delta, None, None]:
-        """Complete one prompt, and yield the additions of each step. Leaving the iterator early aborts the request.
-
-        Deltas have no log-probabilities; use `generate` for these. Raises MinillmError if the request fails.
-        """
-        [params] = params_list(params, 1, self.default_params)
-        jobs = iter([[(0, partial(_request, self._driver, prompt, params, streamed=True, request_id=request_id))]])
-        for _, result in self._driver.run(lambda num_free_seqs: next(jobs, [])):
-            if isinstance(result, Delta):
-                yield result
-            elif result.error is not None:
-                raise MinillmError(result.error)
 
     def abort(self, request_id: str) -> None:
         """End a running request. Its output keeps the tokens so far, with ``finish_reason`` "abort"."""
         self.engine.abort(request_id)
 
     # Methods that are functions of other modules.
-    __repr__, chat, astream, get_tokenizer = methods.describe, methods.chat, methods.astream, methods.get_tokenizer
+    __repr__, chat, get_tokenizer = methods.describe, methods.chat, methods.get_tokenizer
+    stream, astream = methods.stream, methods.astream
     beam_search, score, perplexity = methods.beam_search, scoring.score, scoring.perplexity
     cache_stats, reset_prefix_cache = methods.cache_stats, methods.reset_prefix_cache
     explain_miss = methods.explain_miss
@@ -198,15 +179,11 @@ class LLM:
         Control tokens that a text spells are ordinary text, so that no user can forge the chat format. For text that
         you trust, ``parse_special`` turns them into control tokens.
         """
-        return self._driver.token_ids(prompt, parse_special=parse_special)
+        return token_ids_of(self.engine, prompt, parse_special=parse_special)
 
 
-def _request(driver: Driver, prompt: Prompt, params: Params, **options: Any) -> Request:
-    return Request(driver.token_ids(prompt), params, prompt if isinstance(prompt, str) else None, **options)
-
-
-def _request_of(driver: Driver, make: Callable[[], tuple[Prompt, Params]]) -> Request:
-    return _request(driver, *make(), offline=True)
+def _request_of(engine: Engine, make: Callable[[], tuple[Prompt, Params]]) -> Request:
+    return methods.request_of(engine, *make(), offline=True)
 
 
 def _pair(prompt: Prompt, params: Params) -> tuple[Prompt, Params]:

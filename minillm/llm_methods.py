@@ -12,9 +12,13 @@ from minillm.cache import explain_miss as explain_cache_miss
 from minillm.engine import idle_sequences
 from minillm.engine.asynchronous import in_threads
 from minillm.engine.driver import Driver
-from minillm.errors import UsageError
+from minillm.engine.engine import Engine
+from minillm.engine.prompts import token_ids_of
+from minillm.engine.request_fields import salt_for
+from minillm.engine.requests import Request
+from minillm.errors import MinillmError, UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput
-from minillm.params import BeamSearchParams, Params, SamplingParams
+from minillm.params import BeamSearchParams, Params, SamplingParams, params_list
 from minillm.sequence import Sequence as TokenSequence
 from minillm.text.prompts import Prompt
 from minillm.text.tokenizer import Tokenizer
@@ -41,9 +45,6 @@ class LLMInterface(Protocol):
         self, prompts: Prompts, params: SomeParams = None, *, use_tqdm: bool | None = None
     ) -> list[RequestOutput]:
         """See `LLM.generate`."""
-
-    def stream(self, prompt: Prompt, params: Params | None = None) -> Generator[Delta, None, None]:
-        """See `LLM.stream`."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,38 @@ def chat(
     return llm.generate(prompts, sampling_params if params is None else params, use_tqdm=use_tqdm)
 
 
+def request_of(engine: Engine, prompt: Prompt, params: Params, **options: Any) -> Request:
+    """Return a request for a prompt. ``options``: other fields of the `Request`."""
+    return Request(token_ids_of(engine, prompt), params, prompt if isinstance(prompt, str) else None, **options)
+
+
+def refusal(prompt: Prompt, error: MinillmError) -> RequestOutput:
+    """Return an output that reports why a prompt was rejected."""
+    text = prompt if isinstance(prompt, str) else None
+    ids = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else []
+    return RequestOutput("", text, ids, outputs=[], finished=True, error=str(error))
+
+
+def stream(
+    llm: LLMInterface, prompt: Prompt, params: Params | None = None, *, request_id: str = ""
+) -> Generator[Delta, None, None]:
+    """Complete one prompt, and yield the additions of each step. Leaving the iterator early aborts the request.
+
+    Deltas have no log-probabilities; use `generate` for these. Raises MinillmError if the request fails.
+    """
+    [params] = params_list(params, 1, llm.default_params)
+    engine = llm._driver.engine
+    jobs = iter([[(0, partial(request_of, engine, prompt, params, streamed=True, request_id=request_id))]])
+    for _, result in llm._driver.run(lambda num_free_seqs: next(jobs, [])):
+        if isinstance(result, Delta):
+            yield result
+        elif result.error is not None:
+            raise MinillmError(result.error)
+
+
 def astream(llm: LLMInterface, prompt: Prompt, params: Params | None = None) -> AsyncGenerator[Delta, None]:
     """Run `stream` for asyncio. Several streams run in one batch. Leaving a stream early aborts its request."""
-    return in_threads(llm.stream(prompt, params))
+    return in_threads(stream(llm, prompt, params))
 
 
 def get_tokenizer(llm: LLMInterface) -> Tokenizer:
@@ -129,9 +159,10 @@ def reset_prefix_cache(llm: LLMInterface) -> None:
 
 def explain_miss(llm: LLMInterface, prompt: Prompt, *, salt: str | None = None) -> PrefixReport:
     """Return how many tokens of a prompt are cached, and where the prompt differs from the best matching prefix."""
-    token_ids = llm._driver.token_ids(prompt)
+    token_ids = token_ids_of(llm._driver.engine, prompt)
     with llm._driver.locked() as engine:
-        report = explain_cache_miss(engine.cache, token_ids, engine.requests.salt_for(len(token_ids), salt))
+        salt = salt_for(salt, len(token_ids), engine.requests.longest_plain_prompt)
+        report = explain_cache_miss(engine.cache, token_ids, salt)
         tokenizer = engine.tokenizer
     differing = [each for each in (report.expected, report.found) if each is not None]
     texts = {} if tokenizer is None else {each: tokenizer.decode([each]) for each in differing}
@@ -144,7 +175,7 @@ def pin(llm: LLMInterface, prompt: Prompt, *, salt: str | None = None) -> Pinned
     Raises CapacityError if more than half of the pool would be pinned, or a running or waiting request would not fit.
     """
     [(sequence, _)] = idle_sequences.hold(
-        llm._driver, [idle_sequences.prefix_request(llm._driver.token_ids(prompt), salt)]
+        llm._driver, [idle_sequences.prefix_request(token_ids_of(llm._driver.engine, prompt), salt)]
     )
     idle_sequences.pin(llm._driver, sequence)
     return PinnedPrefix(sequence.token_ids[:-1], sequence, llm._driver)
@@ -164,7 +195,7 @@ def unpin(llm: LLMInterface, prefix: PinnedPrefix) -> None:
 
 def branch(llm: LLMInterface, prompt: Prompt) -> Branch:
     """Return a branch that begins with ``prompt``; see `minillm.branch.Branch`."""
-    token_ids = llm._driver.token_ids(prompt)
+    token_ids = token_ids_of(llm._driver.engine, prompt)
     llm._driver.engine.requests.check_prompt(token_ids)
     return Branch(llm._driver, token_ids)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from minillm.checks import check_integer
 from minillm.engine.driver import Driver
+from minillm.engine.prompts import token_ids_of
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
 from minillm.llm_methods import LLMInterface
@@ -65,9 +66,9 @@ def score(
     params = SamplingParams(max_tokens=0, prompt_logprobs=top)
     requests = []
     for number, (prompt, continuation) in enumerate(_pairs(found, continuations)):
-        ids, behind = llm._driver.token_ids(prompt), 1
+        ids, behind = token_ids_of(llm._driver.engine, prompt), 1
         if continuation is not None:
-            more = llm._driver.token_ids(continuation, after=ids)
+            more = token_ids_of(llm._driver.engine, continuation, after=ids)
             if not ids or not more:
                 raise UsageError(f"{'continuation' if ids else 'prompt'} {number} is empty; give at least a token")
             ids, behind = ids + more, len(ids)
@@ -94,7 +95,7 @@ def perplexity(llm: LLMInterface, text: Prompt, *, stride: int | None = None) ->
     stride = max(1, window // 2) if stride is None else stride
     if isinstance(stride, bool) or not isinstance(stride, int) or not 1 <= stride < window:
         raise UsageError(f"stride must be from 1 to {window - 1} (max_model_len - 1), not {stride!r}")
-    ids = llm._driver.token_ids(text, whole=False)
+    ids = token_ids_of(llm._driver.engine, text, whole=False)
     if len(ids) < 2:
         raise UsageError(f"a perplexity needs at least two tokens, and the text has {len(ids)}")
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)

@@ -17,6 +17,7 @@ from minillm.beams.choice import BeamState, Choice, Hypothesis
 from minillm.beams.device_searches import PendingSearches
 from minillm.beams.search import BeamSearch, Candidate
 from minillm.engine.failures import fail_nan
+from minillm.engine.forks import fork
 from minillm.engine.requests import Requests
 from minillm.errors import RequestError
 from minillm.kernels import Search
@@ -181,7 +182,7 @@ class Beams:
             for candidate in chosen:
                 sequence = parent = choice.beams[candidate.beam]
                 if parent.seq_id in taken:
-                    sequence = self.requests.fork(parent, len(parent.token_ids))
+                    sequence = fork(self.requests, parent, len(parent.token_ids))
                     group.sequences.append(sequence)  # so that its blocks are freed if anything fails from here on
                     sequence.logprobs = parent.logprobs.copy()
                 taken.add(sequence.seq_id)
@@ -189,7 +190,7 @@ class Beams:
                 grown.append((sequence, choice, candidate))
         for sequence in group.sequences:
             if sequence.seq_id not in taken:
-                self.requests.scheduler.free(sequence)
+                self.requests.scheduler.preemption.free(sequence)
         # After the loop: a parent's history must be copied before it grows.
         for index, (sequence, choice, candidate) in enumerate(grown):
             sequence.index, sequence.cumulative_logprob = index, candidate.logprob

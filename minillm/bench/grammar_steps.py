@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from minillm.cache import BlockManager
+from minillm.engine.admission import Admission
 from minillm.engine.engine import Engine
 from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
@@ -156,7 +157,7 @@ def grammar_steps(num_seqs: int, vocab: int, tokenizer: Tokenizer | None = None)
     In each step, ``num_seqs`` sequences decode and follow `_SCHEMA`. The wait for the device is left out. Without a
     tokenizer, a vocabulary of ``vocab`` random texts is used.
     """
-    scheduler = Scheduler(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True)), num_seqs, 8192)
+    scheduler = Scheduler(Admission(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True))), num_seqs, 8192)
     requests = Requests(scheduler, tokenizer, vocab, 4096, frozenset([2]))
     if tokenizer is None:
         requests.grammars.compiler = Compiler(_random_vocabulary(vocab, [2]))

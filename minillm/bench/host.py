@@ -18,6 +18,7 @@ from minillm.beams.search import Candidate
 from minillm.bench.grammar_steps import grammar_steps
 from minillm.bench.table import NoOptions, shown
 from minillm.cache import BlockManager
+from minillm.engine.admission import Admission
 from minillm.engine.engine import Engine, Step
 from minillm.engine.preemption import Preemption
 from minillm.engine.requests import Requests
@@ -76,7 +77,7 @@ def measure(options: NoOptions) -> Iterator[HostResult]:
 
 def _engine(runner: Any, num_seqs: int, num_requests: int, params: Params) -> Engine:
     """Return an engine with ``num_requests`` requests for random prompts of 50 to 300 tokens."""
-    scheduler = Scheduler(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True)), num_seqs, 8192)
+    scheduler = Scheduler(Admission(Preemption(BlockManager(num_seqs * 80, 16, prefix_caching=True))), num_seqs, 8192)
     requests = Requests(scheduler, None, _VOCAB, 4096, frozenset([2]))
     engine = Engine(runner, requests, methods_for(requests, runner))
     rng = random.Random(0)

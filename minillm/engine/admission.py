@@ -1,19 +1,96 @@
-"""Admission: check that the model can run a request, and predict how many blocks the request needs.
+"""Admission: give waiting groups their blocks, when the pool has enough of them.
 
 A group (the sequences of one request) is admitted if the pool has blocks for its prompt, and for the predicted peak of
 all running groups, as in LightLLM's router. The peak is at a moment when some sequence reaches its maximum length. If
 this sequence has n tokens left now, every sequence that still runs at that moment has grown by n tokens.
 """
 
-from collections.abc import Sequence
-from operator import countOf
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from minillm.blockstore.tier import DiskTier
 from minillm.cache import BlockManager
-from minillm.checks import shown
-from minillm.errors import CapacityError, ContextLengthError, UsageError
-from minillm.params import Params
-from minillm.sequence import SequenceGroup, Stage
-from minillm.text.tokenizer import Tokenizer
+from minillm.engine.disk_reads import DiskReads
+from minillm.engine.idle import shared_length
+from minillm.engine.preemption import Preemption
+from minillm.errors import CapacityError
+from minillm.sequence import Schedule, SequenceGroup, Stage
+
+
+@dataclass
+class Admission:
+    """Decides when a waiting group gets its blocks, and which of them it shares."""
+
+    preemption: Preemption
+    policy: str = "predicted"  # or "optimistic"
+    disk_reads: DiskReads | None = None  # None: there is no disk tier
+
+    def __post_init__(self) -> None:
+        self.cache, self.idle = self.preemption.cache, self.preemption.idle
+
+    def admit(self, group: SequenceGroup, running: Sequence[SequenceGroup], promised: int, schedule: Schedule) -> bool:
+        """Give a waiting group its blocks, if its prompt fits into the pool. Return whether the group was admitted.
+
+        ``promised``: free blocks that running groups still need.
+        """
+        if group.stage is Stage.SAVED:
+            is_reading = self.disk_reads is not None and bool(self.disk_reads.active)
+            if self.preemption.bring_back(group, promised, bool(running) or is_reading, schedule):
+                return True
+            if group.stage is Stage.SAVED:
+                return False
+        sequence, parent, size = group.computing[0], group.parent, self.cache.block_size
+        prompt = sequence.token_ids if group.stage is Stage.SPLIT else sequence.token_ids[: group.num_prompt_tokens]
+        shareable = prompt if group.scores is None else group.scores.shareable(prompt)
+        while True:
+            shared = shared_length(parent, shareable, group.salt)
+            cached = self.cache.find_cached(shareable, group.salt)
+            known = max(shared, cached.num_tokens)
+            if self.cache.prefix_caching and is_being_computed(group, shareable, known, running, size):
+                return False
+            saved = shared // size if shared >= cached.num_tokens else cached.num_held
+            needed = blocks_to_finish_prompt(group, size) - saved
+            if needed + promised <= self.cache.num_free and (
+                self.policy == "optimistic" or peak_fits(group, running, self.cache, self.idle.num_pinned_blocks)
+            ):
+                if self.disk_reads is not None and self.disk_reads.begin(group, shareable, shared, cached):
+                    return False
+                break
+            if not self.idle.evict(spare=parent):
+                return False
+        if shared and shared >= cached.num_tokens and parent is not None and parent.table is not None:
+            sequence.table = self.cache.fork(parent.table, sequence.seq_id, shared)
+            self.cache.count_hit(shared, len(prompt))
+        else:
+            sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt, cached)
+        sequence.num_computed = sequence.table.num_tokens
+        self.forget([group])
+        if not group.metrics.num_preemptions:
+            group.num_cached_tokens = sequence.num_computed
+        return True
+
+    @property
+    def tier(self) -> DiskTier | None:
+        """The disk tier of the prefix cache, if there is one."""
+        return None if self.disk_reads is None else self.disk_reads.tier
+
+    def is_reading(self, group: SequenceGroup) -> bool:
+        """Return whether blocks of the group's prompt are being read from disk. Other groups may pass it."""
+        return self.disk_reads is not None and group in self.disk_reads.active
+
+    def collect_reads(self) -> None:
+        """Make blocks available that have been read from disk since the last call."""
+        if self.disk_reads is not None:
+            self.disk_reads.collect()
+
+    def wait_for_reads(self, seconds: float) -> bool:
+        """Wait until a read from disk makes progress. Return False if there is no read."""
+        return self.disk_reads is not None and self.disk_reads.wait(seconds)
+
+    def forget(self, groups: Collection[SequenceGroup]) -> None:
+        """End the reads for groups that are admitted or have ended, and free the blocks that nobody took."""
+        if self.disk_reads is not None:
+            self.disk_reads.release(groups)
 
 
 def blocks_at_most(group: SequenceGroup, block_size: int) -> int:
@@ -104,59 +181,3 @@ def is_being_computed(
         if computing and theirs[known:end] == prompt[known:end] and theirs[:known] == prompt[:known]:
             return True
     return False
-
-
-def check_prompt(token_ids: Sequence[int], vocab_size: int, max_model_len: int, num_new: int = 1) -> None:
-    """Raise UsageError unless a model with this vocabulary and context length can compute the prompt.
-
-    The context must also have space for ``num_new`` tokens of an answer, 0 or 1.
-    """
-    if not token_ids:
-        raise UsageError("the prompt is empty; give at least one token of text")
-    # On a GPU an id out of range would break the CUDA context, not only this request. The loop finds the id for the
-    # message. The two lines before it check a long prompt several times as fast.
-    whole = countOf(map(type, token_ids), int) == len(token_ids)
-    if not whole or min(token_ids) < 0 or max(token_ids) >= vocab_size:
-        for token_id in token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                raise UsageError(f"token id {shown(token_id)} in the prompt is not from 0 to {vocab_size - 1}")
-    if len(token_ids) + num_new > max_model_len:
-        found = f"the prompt has {len(token_ids)} tokens and the context holds {max_model_len}"
-        found += ", one of them for the answer" * num_new
-        raise ContextLengthError(f"{found}; shorten the prompt or raise max_model_len")
-
-
-def bad_word_ids(params: Params, tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], ...]:
-    """Return ``bad_words`` as banned runs of token ids. A text is banned both with and without a leading space.
-
-    Raises:
-        UsageError: a word is text and the model has no tokenizer, or a word has no tokens.
-    """
-    runs: dict[tuple[int, ...], None] = {}
-    for word in params.bad_words:
-        if not isinstance(word, str):
-            runs[tuple(word)] = None
-        elif tokenizer is None:
-            raise UsageError("bad_words: this model has no tokenizer; give token ids instead of text")
-        else:
-            # A word of white space only, such as a line end, is banned unchanged.
-            for text in (word.lstrip(), f" {word.lstrip()}") if word.strip() else (word,):
-                runs[tuple(tokenizer.encode(text, add_special_tokens=False, continues=True))] = None
-    if () in runs:
-        raise UsageError("bad_words: one of the words has no tokens; leave it out")
-    return tuple(runs)
-
-
-def check_ids(params: Params, bad_words: tuple[tuple[int, ...], ...], vocab_size: int) -> None:
-    """Raise UsageError if parameters name token ids outside the vocabulary, or ban every allowed token."""
-    for name, ids in (
-        ("logit_bias", params.logit_bias or ()),
-        ("stop_token_ids", params.stop_token_ids),
-        ("bad_words", [token_id for word in bad_words for token_id in word]),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-    ):
-        if any(token_id >= vocab_size for token_id in ids):
-            raise UsageError(f"{name}: token id {max(ids)} is not below the vocabulary's size {vocab_size}")
-    never = {word[0] for word in bad_words if len(word) == 1}
-    if params.allowed_token_ids is not None and never.issuperset(params.allowed_token_ids):
-        raise UsageError("bad_words exclude every token of allowed_token_ids; allow one more")

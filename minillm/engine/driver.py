@@ -8,19 +8,16 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from minillm.engine.engine import Engine
 from minillm.engine.requests import Request
-from minillm.errors import MinillmError, UsageError, as_known
+from minillm.errors import MinillmError, as_known
 from minillm.outputs import Delta, RequestOutput
 from minillm.sequence import SequenceGroup
 from minillm.system import deferred_interrupt
-from minillm.text.prompts import Prompt, plain_ids
-from minillm.text.tokenizer import Tokenizer
 
 Key = TypeVar("Key")
 
@@ -39,41 +36,6 @@ class Driver:
         """Lock the engine between two steps, and return it as the context manager's value."""
         with self._lock:
             yield self.engine
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises UsageError if it has none."""
-        if self.engine.tokenizer is None:
-            why = "this model has no tokenizer (no tokenizer.json, or random weights)"
-            raise UsageError(f"{why}; give token ids instead of text")
-        return self.engine.tokenizer
-
-    def token_ids(
-        self,
-        prompt: Prompt,
-        *,
-        add_special_tokens: bool = True,
-        parse_special: bool = False,
-        whole: bool = True,
-        after: SequenceOf[int] | None = None,
-    ) -> list[int]:
-        """Return a prompt's ids (see `minillm.llm.LLM.token_ids`).
-
-        Raise UsageError for text if the model has no tokenizer.
-
-        Args:
-            whole: reject text that is too long for the context.
-            after: ids of the text that ``prompt`` continues. If given, no special tokens are added.
-        """
-        if isinstance(prompt, str):
-            self.tokenizer.check_length(prompt, self.engine.max_model_len if whole else None)
-            return self.tokenizer.encode(
-                prompt,
-                add_special_tokens=add_special_tokens and after is None,
-                parse_special=parse_special,
-                continues=after is not None and self.tokenizer.ends_in_text(after),
-            )
-        return plain_ids(prompt)
 
     def run(
         self,

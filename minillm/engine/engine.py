@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from minillm.engine.failures import end_requests_of, launch_others
+from minillm.engine.failures import end_requests_of, launch_each
 from minillm.engine.figures import Figures
 from minillm.engine.requests import Request, Requests
 from minillm.engine.scores import ScoreOnly, Scoring
@@ -88,7 +88,6 @@ class Engine:
         self.runner, self.requests, self.source, self.defaults = runner, requests, source, defaults
         self.tokenizer, self.max_model_len = requests.tokenizer, requests.max_model_len
         self.scheduler, self.cache = requests.scheduler, requests.scheduler.cache
-        self.disk = self.scheduler.disk_reads
         self.figures = Figures(self.scheduler)
         self._score_only = ScoreOnly(requests)
         self._methods, self._guard, self._on_close = methods, guard, on_close
@@ -149,7 +148,7 @@ class Engine:
                 step = self._launch()
             if step is None:
                 deltas += self.take_undelivered()
-                waited = self.disk is not None and self.disk.wait(_READ_SECONDS)
+                waited = self.scheduler.admission.wait_for_reads(_READ_SECONDS)
                 assert deltas or waited or not self.has_work, "no progress: there is work, and nothing of it can run"
                 return deltas
             try:
@@ -158,8 +157,6 @@ class Engine:
                 self._undelivered = deltas + self._undelivered
                 raise
             self.figures.report(step.schedule, began)
-            if self.disk is not None and self.figures.last_step is not None:
-                self.disk.tier.reader.measure(self.figures.last_step)
             return deltas + self.take_undelivered()
 
     def take_undelivered(self) -> list[Delta]:
@@ -236,16 +233,7 @@ class Engine:
         parts: dict[Method, list[Chunk]] = {}
         for chunk in sampled:
             parts.setdefault(chunk.group.method, []).append(chunk)
-        failed: set[SequenceGroup] = set()
-        for method, chunks in parts.items():
-            try:
-                step.flights.append(method.launch(logits, chunks))
-            except Exception as error:
-                launched, ended = launch_others(method, logits, chunks, error, self.scheduler)
-                step.flights += launched
-                failed |= ended
-                if failed.issuperset(chunk.group for chunk in step.schedule.chunks):
-                    raise  # no request of the step continues: the device has failed
+        launch_each(parts, logits, step.flights, step.schedule, self.scheduler)
 
     def note_computed(self, schedule: Schedule) -> None:
         """Count a step's tokens as computed. Add full blocks to the prefix cache, and fork prompts that are complete.

@@ -3,12 +3,38 @@
 If the device fails, all requests of the step end.
 """
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from minillm.engine.requests import Requests
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import RequestError
 from minillm.sequence import Chunk, Flight, Method, Schedule, SequenceGroup, Stage
+
+
+def launch_each(
+    parts: Mapping[Method, list[Chunk]],
+    logits: Tensor,
+    flights: list[Flight],
+    schedule: Schedule,
+    scheduler: Scheduler,
+) -> None:
+    """Launch each method for its chunks, and add the launched flights to ``flights``.
+
+    A request for which a method fails ends with the error. If no request of the schedule is left, the device has
+    failed, and the error is raised.
+    """
+    failed: set[SequenceGroup] = set()
+    for method, chunks in parts.items():
+        try:
+            flights.append(method.launch(logits, chunks))
+        except Exception as error:
+            launched, ended = launch_others(method, logits, chunks, error, scheduler)
+            flights += launched
+            failed |= ended
+            if failed.issuperset(chunk.group for chunk in schedule.chunks):
+                raise
 
 
 def launch_others(

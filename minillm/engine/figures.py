@@ -46,6 +46,8 @@ class Figures:
             ended=ended,
         )
         self.device_seconds = 0.0
+        if self._scheduler.admission.tier is not None:
+            self._scheduler.admission.tier.reader.measure(self.last_step)
 
     def cache_stats(self) -> CacheStats:
         """Return the pool's present use, totals since the start, and peak and mean use since the last `reset_peaks`."""
@@ -57,7 +59,7 @@ class Figures:
             num_swapped_in=swap.num_swapped_in,
             host_blocks_used=swap.num_blocks - swap.num_free,
             pinned_blocks=self._scheduler.idle.num_pinned_blocks,
-            **({} if self._scheduler.disk_reads is None else self._scheduler.disk_reads.tier.figures()),
+            **({} if self._scheduler.admission.tier is None else self._scheduler.admission.tier.figures()),
             peak_used_blocks=self._peak_used,
             mean_used_blocks=self._sum_used / self._steps_counted if self._steps_counted else 0.0,
         )

@@ -1,6 +1,7 @@
 """Operations on idle sequences: ended sequences that keep their blocks. Used for branches and pinned prefixes."""
 
 from minillm.engine.driver import Driver
+from minillm.engine.forks import fork
 from minillm.engine.requests import Request
 from minillm.errors import CapacityError, MinillmError
 from minillm.outputs import RequestOutput
@@ -39,7 +40,7 @@ def fork_idle(driver: Driver, sequence: Sequence, num_tokens: int | None = None)
     with driver.locked() as engine:
         if sequence.table is None:  # its blocks were evicted
             return Sequence(engine.requests.new_seq_id(), sequence.token_ids[:count], count)
-        child = engine.requests.fork(sequence, count)
+        child = fork(engine.requests, sequence, count)
         child.num_prompt_tokens = count
         engine.scheduler.idle.keep(child)
         return child

@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from minillm.blockstore.tier import DiskTier
-from minillm.engine.admission import bad_word_ids, check_ids, check_prompt
 from minillm.engine.grammars import Grammars
 from minillm.engine.reasoning_limits import ReasoningLimits
+from minillm.engine.request_fields import bad_word_ids, check_ids, check_prompt, salt_for
 from minillm.engine.scheduler import Scheduler
 from minillm.errors import CapacityError, MinillmError, RequestError, UsageError, as_known
 from minillm.outputs import Delta, FinishReason, RequestMetrics, RequestOutput
@@ -78,7 +78,7 @@ class Requests:
     @property
     def disk(self) -> DiskTier | None:
         """The disk tier of the prefix cache, if there is one."""
-        return None if self.scheduler.disk_reads is None else self.scheduler.disk_reads.tier
+        return self.scheduler.admission.tier
 
     def has(self, group: SequenceGroup) -> bool:
         """Return whether ``group`` waits or runs. After it has ended, another group may have its id."""
@@ -114,7 +114,7 @@ class Requests:
             parent=request.parent,
             hold=request.hold,
             pin=request.pin,
-            salt=self.salt_for(len(token_ids), request.salt),
+            salt=salt_for(request.salt, len(token_ids), self.longest_plain_prompt),
             end_ids=tuple({*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}),
             bad_words=bad_words,
             allowed=None if allowed is None else bits_of(list(allowed), self.vocab_size),
@@ -135,25 +135,8 @@ class Requests:
         self.groups[request_id] = group
         return group
 
-    def salt_for(self, num_prompt_tokens: int, salt: str | None) -> str | None:
-        """Return the salt for a prompt's blocks. If a prompt's length changes its K, the salt includes the length."""
-        if self.longest_plain_prompt is None or num_prompt_tokens <= self.longest_plain_prompt:
-            return salt
-        return f"{num_prompt_tokens} tokens {'' if salt is None else salt}"
-
     def new_seq_id(self) -> int:
         return next(self._seq_ids)
-
-    def fork(self, parent: Sequence, num_tokens: int) -> Sequence:
-        """Return a new sequence with the first ``num_tokens`` tokens of ``parent``.
-
-        The new sequence's table shares the blocks of these tokens.
-        """
-        child = Sequence(self.new_seq_id(), parent.token_ids[:num_tokens], parent.num_prompt_tokens)
-        child.num_computed = min(num_tokens, parent.num_computed)
-        child.table = self.scheduler.cache.fork(parent.own_table, child.seq_id, child.num_computed)
-        child.reasoning_position = None if parent.reasoning_position is None else parent.reasoning_position.copy()
-        return child
 
     def fork_prompt(self, group: SequenceGroup, leader: Sequence) -> None:
         """Fork the computed prompt of ``leader`` for the group's other sequences."""
@@ -175,7 +158,7 @@ class Requests:
                 kept = sequence.token_ids[: sequence.num_computed]
                 self.disk.add_tail(sequence.own_table, kept, group.owner)
         else:
-            self.scheduler.free(sequence)
+            self.scheduler.preemption.free(sequence)
 
     def commit(self, group: SequenceGroup, sequence: Sequence, num_computed: int) -> None:
         """Add a sequence's full computed blocks to the prefix cache, and to the queue of the disk tier, if any."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minillm.engine.depths import at_all_depths, fork_at_depth
 from minillm.engine.failures import fail_nan
+from minillm.engine.forks import at_all_depths, fork_at_depth
 from minillm.engine.requests import Requests
 from minillm.outputs import CompletionOutput, Delta, FinishReason, TokenLogprobs
 from minillm.params import SamplingParams
+from minillm.runner.drawn import Drawn
 from minillm.runner.runner import Runner
-from minillm.runner.sampler import Drawn
 from minillm.sequence import PROMPT, Chunk, Flight, Sequence, SequenceGroup
 from minillm.text.stop import OutputText
 

@@ -12,10 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from minillm.cache import OutOfBlocks
-from minillm.engine import admission as need
-from minillm.engine.disk_reads import DiskReads
-from minillm.engine.idle import shared_length
-from minillm.engine.preemption import Preemption
+from minillm.engine.admission import Admission, blocks_at_most, blocks_promised, check_capacity
+from minillm.engine.optional_tokens import extend
 from minillm.errors import RequestError, as_known
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup, Stage
 
@@ -24,19 +22,18 @@ from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup, Stage
 class Scheduler:
     """The waiting and running groups, and the rules for moving between them."""
 
-    preemption: Preemption
+    admission: Admission
     max_num_seqs: int
     max_num_batched_tokens: int
-    admission: str = "predicted"  # or "optimistic"
     prefill_chunk: int | None = None  # maximum tokens of a step with both decodes and prompts; None: no such limit
     offline_chunk: int | None = None  # the limit instead of ``prefill_chunk`` if all decoding requests are offline
     waiting: deque[SequenceGroup] = field(default_factory=deque)
     running: list[SequenceGroup] = field(default_factory=list)
     failed: list[SequenceGroup] = field(default_factory=list)  # with an error, still to be ended
-    disk_reads: DiskReads | None = None  # None: there is no disk tier
 
     def __post_init__(self) -> None:
-        self.cache, self.idle = self.preemption.cache, self.preemption.idle
+        self.preemption, self.cache = self.admission.preemption, self.admission.cache
+        self.idle = self.admission.idle
 
     @property
     def num_free_seqs(self) -> int:
@@ -45,21 +42,20 @@ class Scheduler:
 
     def add(self, group: SequenceGroup) -> None:
         """Queue a group; raise CapacityError if it could never run, even alone."""
-        need.check_capacity(group, self.max_num_seqs, self.cache, self.idle.num_pinned_blocks)
+        check_capacity(group, self.max_num_seqs, self.cache, self.idle.num_pinned_blocks)
         self.waiting.append(group)
 
     def schedule(self) -> Schedule:
         """Choose the next step's work, and allocate the blocks that it writes to."""
         schedule = Schedule()
-        if self.disk_reads is not None:
-            self.disk_reads.collect()
+        self.admission.collect_reads()
         behind = self._decode(schedule)
         budget = self._prefill(behind, self._budget(schedule), schedule)
         budget = self._admit_waiting(budget, schedule)
         if gone := set(schedule.preempted):
             schedule.decodes = [chunk for chunk in schedule.decodes if chunk.group not in gone]
             schedule.prefills = [chunk for chunk in schedule.prefills if chunk.group not in gone]
-        self._extend(budget, schedule)
+        extend(schedule, budget, self.cache)
         return schedule
 
     def _decode(self, schedule: Schedule) -> list[Chunk]:
@@ -103,40 +99,24 @@ class Scheduler:
                 budget -= chunk.count
         return budget
 
-    def _extend(self, budget: int, schedule: Schedule) -> None:
-        """Let decodes include draft tokens while budget and blocks are left, but none if a group was preempted."""
-        optional = [chunk for chunk in schedule.decodes if chunk.optional]
-        if not optional:
-            return
-        for chunk in optional:
-            chunk.optional = 0 if schedule.preempted else min(chunk.optional, max(0, budget))
-            try:
-                self.cache.append(chunk.sequence.own_table, chunk.optional)
-            except OutOfBlocks:
-                chunk.optional = 0
-            budget -= chunk.optional
-        schedule.extended = [chunk for chunk in optional if chunk.optional]
-        schedule.decodes = [chunk for chunk in schedule.decodes if not chunk.optional]
-
     def _admit_waiting(self, budget: int, schedule: Schedule) -> int:
         """Admit waiting groups in order, until sequences, budget or blocks run out. Return the budget that is left."""
         num_free = self.num_free_seqs if self.waiting else 0
         promised: int | None = None  # blocks that running groups still need; summed once, if a group may start
         size = self.cache.block_size
         reading: list[SequenceGroup] = []  # groups with prompts that are being read from disk; other groups pass them
-        active = () if self.disk_reads is None else self.disk_reads.active
         while self.waiting and not schedule.preempted and self.waiting[0].num_seqs <= num_free:
             group = self.waiting[0]
-            if group in active:
+            if self.admission.is_reading(group):
                 reading.append(self.waiting.popleft())
                 continue
             # All sequences of a resumed group must fit into the step.
             if budget < (group.num_seqs if group.stage is Stage.SAVED else 1):
                 break
             if promised is None:
-                promised = sum(need.blocks_promised(each, size) for each in self.running)
-            if not self._admit(group, promised, schedule):
-                if group in active:
+                promised = sum(blocks_promised(each, size) for each in self.running)
+            if not self.admission.admit(group, self.running, promised, schedule):
+                if self.admission.is_reading(group):
                     continue
                 break
             self.running.append(self.waiting.popleft())
@@ -154,7 +134,7 @@ class Scheduler:
                     (schedule.decodes if chunk.decodes else schedule.prefills).append(chunk)
                     budget -= chunk.count
             num_free -= group.num_seqs
-            promised += need.blocks_promised(group, size)
+            promised += blocks_promised(group, size)
         self.waiting.extendleft(reversed(reading))
         return budget
 
@@ -166,20 +146,15 @@ class Scheduler:
     def pin(self, sequence: Sequence) -> None:
         """Pin an idle sequence, such as a system prompt; see `IdleSequences.pin`."""
         groups, size = (*self.running, *self.waiting), self.cache.block_size
-        self.idle.pin(sequence, (need.blocks_at_most(group, size) for group in groups))
-
-    def free(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks, on the device and in host memory."""
-        self.preemption.free(sequence)
+        self.idle.pin(sequence, (blocks_at_most(group, size) for group in groups))
 
     def remove(self, groups: Collection[SequenceGroup]) -> None:
         """Remove groups from the queues and free their blocks, except the blocks of idle sequences."""
         for group in groups:
             for sequence in group.sequences:
                 if sequence.seq_id not in self.idle.idle:
-                    self.free(sequence)
-        if self.disk_reads is not None:
-            self.disk_reads.release(groups)
+                    self.preemption.free(sequence)
+        self.admission.forget(groups)
         gone, num_running = set(groups), len(self.running)
         self.running = [group for group in self.running if group not in gone]
         if num_running - len(self.running) < len(gone):  # the others wait
@@ -202,46 +177,3 @@ class Scheduler:
                 self.preemption.take_out(victim, schedule)
                 if victim is chunk.group:
                     return False
-
-    def _admit(self, group: SequenceGroup, promised: int, schedule: Schedule) -> bool:
-        """Give a waiting group its blocks, if its prompt fits into the pool. Return whether the group was admitted.
-
-        ``promised``: free blocks that running groups still need.
-        """
-        if group.stage is Stage.SAVED:
-            is_reading = self.disk_reads is not None and bool(self.disk_reads.active)
-            if self.preemption.bring_back(group, promised, bool(self.running) or is_reading, schedule):
-                return True
-            if group.stage is Stage.SAVED:
-                return False
-        sequence, parent, size = group.computing[0], group.parent, self.cache.block_size
-        prompt = sequence.token_ids if group.stage is Stage.SPLIT else sequence.token_ids[: group.num_prompt_tokens]
-        shareable = prompt if group.scores is None else group.scores.shareable(prompt)
-        while True:
-            shared = shared_length(parent, shareable, group.salt)
-            cached = self.cache.find_cached(shareable, group.salt)
-            known = max(shared, cached.num_tokens)
-            if self.cache.prefix_caching and need.is_being_computed(group, shareable, known, self.running, size):
-                return False
-            saved = shared // size if shared >= cached.num_tokens else cached.num_held
-            needed = need.blocks_to_finish_prompt(group, size) - saved
-            if needed + promised <= self.cache.num_free and (
-                self.admission == "optimistic"
-                or need.peak_fits(group, self.running, self.cache, self.idle.num_pinned_blocks)
-            ):
-                if self.disk_reads is not None and self.disk_reads.begin(group, shareable, shared, cached):
-                    return False
-                break
-            if not self.idle.evict(spare=parent):
-                return False
-        if shared and shared >= cached.num_tokens and parent is not None and parent.table is not None:
-            sequence.table = self.cache.fork(parent.table, sequence.seq_id, shared)
-            self.cache.count_hit(shared, len(prompt))
-        else:
-            sequence.table = self.cache.allocate(sequence.seq_id, prompt, group.salt, cached)
-        sequence.num_computed = sequence.table.num_tokens
-        if self.disk_reads is not None:
-            self.disk_reads.release([group])
-        if not group.metrics.num_preemptions:
-            group.num_cached_tokens = sequence.num_computed
-        return True

@@ -10,7 +10,8 @@ from typing import Any
 
 from minillm.jobs.engines import Facts
 from minillm.jobs.rows import Answer, InputRow, Style, as_json
-from minillm.llm import LLM, refusal
+from minillm.llm import LLM
+from minillm.llm_methods import refusal
 from minillm.params import Params
 from minillm.text.prompts import Prompt
 

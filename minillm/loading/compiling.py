@@ -13,7 +13,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from minillm.model import one_token
 from minillm.model.llama import Llama
-from minillm.model.one_token import LayerShape, OneToken
+from minillm.model.one_token import CompiledLlama, LayerShape, OneToken
 from minillm.progress import OnMessage, OnProgress, Progress
 from minillm.system import cache_dir, processor, processor_features
 from minillm.text.reading import read_bytes
@@ -49,7 +49,7 @@ def with_compiled_layers(model: Llama, on_progress: OnProgress, on_message: OnMe
             )
             return model
     try:
-        return replace(model, one_token=OneToken.load(path, model))
+        return CompiledLlama.of(model, OneToken.load(path, model))
     except RuntimeError as error:
         for each in (path, _checksum(path)):
             _remove(each)

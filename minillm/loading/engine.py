@@ -12,6 +12,7 @@ import torch
 from minillm.beams.method import Beams
 from minillm.cache import BlockManager, SwapSpace
 from minillm.config import EngineConfig
+from minillm.engine.admission import Admission
 from minillm.engine.disk_reads import DiskReads
 from minillm.engine.engine import Engine
 from minillm.engine.preemption import Preemption
@@ -94,8 +95,8 @@ def load_engine(
     engine = new_engine(
         runner, config, limits, description, leader.watched, endings.close, on_message, send=leader.send
     )
-    if engine.disk is not None:
-        endings.callback(engine.disk.tier.close)  # before ``leader.close``, since it gathers the last blocks
+    if engine.requests.disk is not None:
+        endings.callback(engine.requests.disk.close)  # before ``leader.close``, since it gathers the last blocks
     weakref.finalize(engine, endings.close)  # at the latest when the interpreter ends
     return engine
 
@@ -165,10 +166,9 @@ def new_engine(
     cache = BlockManager(limits.num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching)
     preemption = Preemption(cache, SwapSpace(limits.num_host_blocks))
     scheduler = Scheduler(
-        preemption,
+        Admission(preemption, config.admission),
         config.max_num_seqs,
         limits.num_tokens,
-        config.admission,
         prefill_chunk=prefill_chunk,
         offline_chunk=config.prefill_chunk,
     )
@@ -183,7 +183,7 @@ def new_engine(
     tier = disk_tier(config, runner, cache, description, on_message, send)
     if tier is not None:
         runner.observers.insert(0, tier)  # before the step is sent: ranks copy evicted blocks before they compute it
-        scheduler.disk_reads = DiskReads(tier, cache, preemption.idle, requests.new_seq_id)
+        scheduler.admission.disk_reads = DiskReads(tier, cache, preemption.idle, requests.new_seq_id)
     engine = Engine(
         runner,
         requests,

@@ -17,7 +17,7 @@ overrides the embedding, the additions and the logits: `minillm.model.shard`.
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,16 +75,6 @@ class Batch:
         return self.block_tables[self.num_decodes :], self.context_lens[self.num_decodes :]
 
 
-class CompiledLayers(Protocol):
-    """All layers of a model, compiled for some kinds of batches: see `minillm.model.one_token`."""
-
-    def takes(self, batch: Batch) -> bool:
-        """Return whether the compiled layers can compute this batch."""
-
-    def __call__(self, x: Tensor, batch: Batch, angles: "Angles", kv_cache: KVCache) -> Tensor:
-        """Write the tokens' K and V, and return the last layer's output. ``x`` are the embeddings."""
-
-
 class Attention(NamedTuple):
     """A kind of attention: rotary table and window. All layers of a kind share a step's angles, slots and plan."""
 
@@ -135,7 +125,6 @@ class Llama:
     rotary: RotaryTable
     kv_in_8_bits: bool = field(default=False, kw_only=True)  # int8 K and V with scales: `LayerCache`
     ops: Ops = field(default=FASTEST, kw_only=True)
-    one_token: CompiledLayers | None = field(default=None, kw_only=True)
 
     @property
     def device(self) -> torch.device:
@@ -188,8 +177,6 @@ class Llama:
     def hidden(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """Write the tokens' K and V, and return the last layer's output ``[num_tokens, hidden]``."""
         x = self.embed(batch.token_ids)  # [num_tokens, hidden]
-        if self.one_token is not None and self.one_token.takes(batch):
-            return self.one_token(x, batch, self.angles(batch), kv_cache)
         steps = self.steps(batch, kv_cache.layers[0])
         layers: Iterable[tuple[Layer, LayerCache]] = zip(self.layers, kv_cache.layers, strict=True)
         for layer, cache in to_compute(layers, lambda pair: pair[0].kind):

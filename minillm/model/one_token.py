@@ -9,7 +9,7 @@ serves all layers of the same shape. The matmuls are torch's own 4-bit matmuls.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -253,3 +253,21 @@ class OneToken:
             turned, in_sight = facts[kind]
             (x,) = self.run([x, *turned, *pool, batch.slot_mapping, in_sight, *weights])
         return x
+
+
+@dataclass(frozen=True)
+class CompiledLlama(Llama):
+    """A `Llama` with compiled layers for a single token. It computes all other batches as `Llama` does."""
+
+    one_token: OneToken
+
+    @classmethod
+    def of(cls, model: Llama, one_token: OneToken) -> "CompiledLlama":
+        """Return ``model`` with its compiled layers."""
+        return cls(**{each.name: getattr(model, each.name) for each in fields(model)}, one_token=one_token)
+
+    def hidden(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """Write the tokens' K and V, and return the last layer's output: see `Llama.hidden`."""
+        if not self.one_token.takes(batch):
+            return super().hidden(batch, kv_cache)
+        return self.one_token(self.embed(batch.token_ids), batch, self.angles(batch), kv_cache)

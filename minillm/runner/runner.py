@@ -11,9 +11,10 @@ from torch import Tensor
 
 from minillm.model.kv_cache import new_kv_cache
 from minillm.model.llama import Batch, Llama
+from minillm.runner.drawn import Drawn
 from minillm.runner.host_pool import HostPool
 from minillm.runner.observers import StepObserver
-from minillm.runner.sampler import Drawn, sample_tokens
+from minillm.runner.sampler import sample_tokens
 from minillm.runner.scores import ScoringForward, add_targets
 from minillm.runner.step import ChunkWork, StepWork, packed
 from minillm.runner.to_device import to_device

@@ -86,7 +86,7 @@ class CacheView:
         tables, gone = self._table_changes()
         cached, uncached = self._cached_changes()
         counts = _counts(self.engine)
-        from_disk = set() if self.engine.disk is None else self.engine.disk.tier.from_disk
+        from_disk = set() if self.engine.requests.disk is None else self.engine.requests.disk.from_disk
         loaded, unloaded = from_disk - self._loaded, self._loaded - from_disk
         if not (tables or gone or cached or uncached or self._log or unloaded) and counts == self._counts:
             return None
@@ -184,5 +184,5 @@ def _counts(engine: Engine) -> CacheCounts:
         num_swapped_out=swap.num_swapped_out,
         num_swapped_in=swap.num_swapped_in,
         host_blocks_used=swap.num_blocks - swap.num_free,
-        **({} if engine.disk is None else engine.disk.tier.figures()),
+        **({} if engine.requests.disk is None else engine.requests.disk.figures()),
     )

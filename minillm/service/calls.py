@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from minillm.engine.driver import Driver
+from minillm.engine.prompts import token_ids_of, tokenizer_of
 from minillm.errors import MinillmError
 from minillm.service import call_messages as messages
 from minillm.service.engine_requests import EngineRequests
@@ -122,15 +123,18 @@ class CallDispatcher:
                 self._send(messages.Result(call_id, value))
 
     def _tokens(self, call: messages.Tokenize | messages.Detokenize) -> object:
-        tokenizer = self._driver.tokenizer
+        tokenizer = tokenizer_of(self._driver.engine)
         if isinstance(call, messages.Detokenize):
             return tokenizer.decode(call.token_ids)
         if isinstance(call.prompt, messages.Conversation):
             ids = prompt_ids(self._driver, call.prompt, call.tenant)
             ids, _ = with_thoughts(self._driver, ids, call.prompt, is_bare=call.is_bare)
         else:
-            ids = self._driver.token_ids(
-                call.prompt, add_special_tokens=call.add_special_tokens, parse_special=call.parse_special
+            ids = token_ids_of(
+                self._driver.engine,
+                call.prompt,
+                add_special_tokens=call.add_special_tokens,
+                parse_special=call.parse_special,
             )
         return {"tokens": ids, "texts": [tokenizer.token_text(each) for each in ids]}
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from minillm.checks import shown
 from minillm.engine import idle_sequences
 from minillm.engine.driver import Driver
+from minillm.engine.prompts import tokenizer_of
 from minillm.engine.requests import Request
 from minillm.errors import MinillmError, UsageError
 from minillm.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, finite
@@ -96,7 +97,7 @@ class EngineRequests:
             if call.fork is not None:
                 before, parent, salt, in_reasoning = self._forked(call)
                 prepared = replace(prepared, in_reasoning=in_reasoning and not call.is_bare)
-                if prepared.continuation is not None and self.driver.tokenizer.ends_in_text(before):
+                if prepared.continuation is not None and tokenizer_of(self.engine).ends_in_text(before):
                     token_ids = prepared.continuation
                 token_ids = before + token_ids
             if not token_ids:
@@ -265,7 +266,7 @@ class EngineRequests:
     def _began(self, running: RunningRequest, text: str, tokens: list[messages.Token]) -> messages.Began:
         """Return the event `Began`. ``text`` and ``tokens`` are those of the prompt, if the client needs them."""
         prepared, ids = running.prepared, running.token_ids
-        has_reasoned = prepared.in_reasoning and not is_opened(self.driver.tokenizer.decode, ids)
+        has_reasoned = prepared.in_reasoning and not is_opened(tokenizer_of(self.engine).decode, ids)
         return messages.Began(
             prepared.call.request_id, text, tokens, prepared.in_reasoning, len(ids),
             ids if running.wants_ids else [], has_reasoned,
@@ -393,7 +394,7 @@ class EngineRequests:
 
     def _figures(self) -> messages.Figures:
         scheduler, cache = self.engine.scheduler, self.engine.cache
-        free, disk = cache.num_free, {} if self.engine.disk is None else self.engine.disk.tier.figures()
+        free, disk = cache.num_free, {} if self.engine.requests.disk is None else self.engine.requests.disk.figures()
         return messages.Figures(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),

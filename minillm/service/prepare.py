@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minillm.engine.driver import Driver
+from minillm.engine.prompts import token_ids_of, tokenizer_of
 from minillm.errors import UsageError
 from minillm.grammar.grammar import MAX_BYTES, Grammar
 from minillm.grammar.notation import WHITE_SPACE, followed
@@ -43,7 +44,7 @@ def prepare(driver: Driver, call: Complete) -> Prepared:
     token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, call.tenant, special=call.fork is None)
     continuation = None
     if isinstance(call.prompt, str) and call.fork is not None:
-        continuation = driver.tokenizer.encode(call.prompt, add_special_tokens=False, continues=True)
+        continuation = tokenizer_of(driver.engine).encode(call.prompt, add_special_tokens=False, continues=True)
     opened = False
     if isinstance(call.prompt, Conversation):
         token_ids, opened = with_thoughts(driver, token_ids, call.prompt, is_bare=call.is_bare)
@@ -58,11 +59,11 @@ def with_thoughts(
     ``is_bare``: the answer must not contain reasoning. If the conversation ends inside the reasoning, for example
     because the chat template ends with an opening tag, the tokens of a closing tag are appended.
     """
-    opened = is_opened(driver.tokenizer.decode, token_ids)
+    opened = is_opened(tokenizer_of(driver.engine).decode, token_ids)
     if conversation.continue_final_message:
         opened = opened or is_unfinished(plain_messages(conversation.messages[-1:])[0]["content"])
     if opened and is_bare:
-        return token_ids + driver.token_ids(_NO_THOUGHTS, parse_special=True, after=token_ids), False
+        return token_ids + token_ids_of(driver.engine, _NO_THOUGHTS, parse_special=True, after=token_ids), False
     return token_ids, opened
 
 
@@ -128,12 +129,12 @@ def prompt_ids(
     if isinstance(prompt, str):
         if not driver.engine.requests.tokenizer:
             raise UsageError("this model has no tokenizer; give token ids instead of text")
-        return driver.token_ids(prompt, add_special_tokens=special)
+        return token_ids_of(driver.engine, prompt, add_special_tokens=special)
     return prompt
 
 
 def _chat_ids(driver: Driver, prompt: Conversation, tenant: str, num_known: int = 0) -> list[int]:
-    return driver.tokenizer.apply_chat_template(
+    return tokenizer_of(driver.engine).apply_chat_template(
         prompt.messages,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,

@@ -20,9 +20,9 @@ import torch
 from minillm.model.kv_cache import new_kv_cache
 from minillm.model.llama import Batch, Llama
 from minillm.params import SamplingParams
+from minillm.runner.drawn import Drawn
 from minillm.runner.observers import StepObserver
 from minillm.runner.runner import Runner
-from minillm.runner.sampler import Drawn
 from minillm.runner.step import StepWork
 from minillm.sequence import Chunk, Schedule, Sequence, SequenceGroup
 from minillm.speculation.drafted import Drafted

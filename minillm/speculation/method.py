@@ -23,12 +23,14 @@ from minillm.engine.failures import fail_nan
 from minillm.engine.requests import Requests
 from minillm.engine.samples import PendingDraws, Samples
 from minillm.model.llama import Llama
+from minillm.model.one_token import CompiledLlama
 from minillm.outputs import Delta, TokenLogprobs
 from minillm.runner.device.runner import DeviceRunner
 from minillm.runner.device.token_rows import MOST_TOKENS
+from minillm.runner.drawn import Drawn
 from minillm.runner.penalties import needs_processing
 from minillm.runner.runner import Runner
-from minillm.runner.sampler import Drawn, sample_tokens
+from minillm.runner.sampler import sample_tokens
 from minillm.sequence import Chunk, Flight, Sequence, SequenceGroup
 from minillm.speculation.draft_length import DraftCosts
 from minillm.speculation.drafter import MOST_SEQS, token_bytes
@@ -135,7 +137,7 @@ def _num_free(sequence: Sequence) -> int:
 def _draft_costs(model: Llama) -> DraftCosts:
     """Return the costs of draft tokens for a model, relative to a step without draft tokens."""
     if model.device.type == "cpu":
-        return _CPU_COSTS if model.one_token is None else _COMPILED_COSTS
+        return _COMPILED_COSTS if isinstance(model, CompiledLlama) else _CPU_COSTS
     whole, layers = token_bytes(model), model.config.num_layers
     host, layer, row = _HOST_BYTES / whole, _LAYER_BYTES * layers / whole, _ROW_BYTES * layers / whole
     return replace(_GPU_COSTS, step=_GPU_COSTS.step + host + layer, each=_GPU_COSTS.each + row, wait=host)

@@ -12,7 +12,7 @@ from lib.cache_checks import check
 from lib.models import write_sentencepiece_model
 from minillm.branch import Branch
 from minillm.engine import idle_sequences
-from minillm.engine.admission import bad_word_ids
+from minillm.engine.request_fields import bad_word_ids
 from minillm.errors import MinillmError, UsageError
 from minillm.llm import LLM
 from minillm.params import BeamSearchParams, SamplingParams

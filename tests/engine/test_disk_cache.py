@@ -224,8 +224,8 @@ def test_an_abort_ends_a_read(model: Llama, tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(tier_of(engine).reader, "is_done", lambda read: False)
         engine.add_request("read", PROMPT, GREEDY)
         engine.step()
-        assert engine.disk is not None
-        assert engine.disk.active
+        assert engine.scheduler.admission.disk_reads is not None
+        assert engine.scheduler.admission.disk_reads.active
         engine.abort("read")
         engine.step()
         assert not engine.has_work

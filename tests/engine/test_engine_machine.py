@@ -151,9 +151,10 @@ class EngineMachine(RuleBasedStateMachine):
         while self.pinned:
             idle_sequences.unpin(Driver(self.engine), self.pinned.pop())
         self.books_balance()
-        if self.engine.disk is not None:
-            self.engine.disk.tier.close()
-            assert not self.engine.disk.active
+        reads = self.engine.scheduler.admission.disk_reads
+        if reads is not None:
+            reads.tier.close()
+            assert not reads.active
         assert self.engine.cache.num_free == self.engine.cache.num_blocks, "blocks leaked"
         assert (swap := self.engine.scheduler.preemption.swap).num_free == swap.num_blocks, "host blocks leaked"
 

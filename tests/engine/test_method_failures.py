@@ -238,7 +238,7 @@ def test_tokens_before_a_step_that_fails_are_delivered(model: Llama, monkeypatch
 
 def test_beams_that_fail_in_the_middle_of_a_fork_leave_no_block(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine(model, on_device=False)
-    fork, forks = engine.requests.fork, 0
+    fork, forks = beam_method.fork, 0
 
     def broken(*arguments: Any) -> Any:
         nonlocal forks
@@ -247,7 +247,7 @@ def test_beams_that_fail_in_the_middle_of_a_fork_leave_no_block(model: Llama, mo
             raise Injected("injected")
         return fork(*arguments)
 
-    monkeypatch.setattr(engine.requests, "fork", broken)
+    monkeypatch.setattr(beam_method, "fork", broken)
     engine.add_request(VICTIM, *KINDS["beams"])
     [output] = finish(engine)
     assert "Injected" in (output.error or "")

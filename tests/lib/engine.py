@@ -16,6 +16,7 @@ from lib.cache_checks import check, check_swap
 from minillm.blockstore.files import BlockStore
 from minillm.blockstore.tier import DiskTier
 from minillm.cache import BlockManager, SwapSpace
+from minillm.engine.admission import Admission
 from minillm.engine.disk_reads import DiskReads
 from minillm.engine.engine import Engine
 from minillm.engine.preemption import Preemption
@@ -88,7 +89,9 @@ def engine_for(
     of ``disk_limit`` bytes, see `tier_of`.
     """
     cache = BlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
-    scheduler = Scheduler(Preemption(cache, SwapSpace(host_blocks)), max_num_seqs, max_num_batched_tokens, admission)
+    scheduler = Scheduler(
+        Admission(Preemption(cache, SwapSpace(host_blocks)), admission), max_num_seqs, max_num_batched_tokens
+    )
     max_model_len = min(model.rotary.cos.shape[0], num_blocks * block_size)
     dynamic, on_gpu = model.rotary.dynamic, model.device.type == "cuda"
     sizes = (num_blocks, block_size, host_blocks)
@@ -115,7 +118,7 @@ def engine_for(
         tier.reader.rates = dict.fromkeys(tier.reader.rates, 0.0)  # unknown: read whatever is on disk
         tier.reader.measure = lambda step: None  # type: ignore[method-assign]
         runner.observers.append(tier)
-        scheduler.disk_reads = DiskReads(tier, cache, scheduler.idle, requests.new_seq_id)
+        scheduler.admission.disk_reads = DiskReads(tier, cache, scheduler.idle, requests.new_seq_id)
     return Engine(runner, requests, methods_for(requests, runner, seed, speculate))
 
 
@@ -125,8 +128,8 @@ def identity_of(model: Llama, block_size: int) -> bytes:
 
 
 def tier_of(engine: Engine) -> DiskTier:
-    assert engine.disk is not None
-    return engine.disk.tier
+    assert engine.requests.disk is not None
+    return engine.requests.disk
 
 
 def logits_in_chunks(model: Llama, token_ids: list[int], chunks: list[int], block_size: int = 4) -> Tensor:

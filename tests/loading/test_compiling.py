@@ -17,7 +17,7 @@ import pytest
 from lib.models import in_4_bits, needs_products_of_8_bits
 from minillm.loading import compiling
 from minillm.model.llama import Llama
-from minillm.model.one_token import OneToken
+from minillm.model.one_token import CompiledLlama, OneToken
 
 pytestmark = needs_products_of_8_bits
 
@@ -68,8 +68,8 @@ def test_a_second_start_compiles_nothing(machine: Machine, monkeypatch: pytest.M
 
     monkeypatch.setattr(OneToken, "load", load)
     model = in_4_bits()
-    assert machine.load(model).one_token is not None
-    assert machine.load(model).one_token is not None
+    assert isinstance(machine.load(model), CompiledLlama)
+    assert isinstance(machine.load(model), CompiledLlama)
     assert loaded == [b"a library"] * 2
     assert machine.num_processes == 1
     assert machine.progress == [(0, 1), (1, 1)]
@@ -79,7 +79,7 @@ def test_a_second_start_compiles_nothing(machine: Machine, monkeypatch: pytest.M
 
 
 def test_a_damaged_library_is_removed_and_said(machine: Machine) -> None:
-    assert machine.load(in_4_bits()).one_token is None
+    assert not isinstance(machine.load(in_4_bits()), CompiledLlama)
     (message,) = machine.messages
     assert "cannot be read and is removed" in message
     assert not machine.files
@@ -122,10 +122,10 @@ def test_what_was_damaged_since_is_not_loaded_and_compiled_again(
     if damage not in ("flipped bit", "cut", "empty"):
         path.unlink()
     DAMAGES[damage](path)
-    assert machine.load(in_4_bits()).one_token is not None
+    assert isinstance(machine.load(in_4_bits()), CompiledLlama)
     assert loaded == [b"a library"] * 2
     assert machine.num_processes == 2
-    assert machine.load(in_4_bits()).one_token is not None
+    assert isinstance(machine.load(in_4_bits()), CompiledLlama)
     assert machine.num_processes == 2
 
 
@@ -148,7 +148,7 @@ def test_without_a_compiler_it_says_so(machine: Machine, monkeypatch: pytest.Mon
     monkeypatch.undo()
     monkeypatch.setenv("MINILLM_CACHE", str(machine.cache))
     monkeypatch.setenv("CXX", str(machine.cache / "none"))
-    assert machine.load(in_4_bits()).one_token is None
+    assert not isinstance(machine.load(in_4_bits()), CompiledLlama)
     (message,) = machine.messages
     assert message.startswith("no C++ compiler")
 
@@ -161,7 +161,7 @@ def test_a_process_that_fails_leaves_nothing(
     machine: Machine, content: bytes | None, code: int, stderr: str, words: str
 ) -> None:
     machine.content, machine.code, machine.stderr = content, code, stderr
-    assert machine.load(in_4_bits()).one_token is None
+    assert not isinstance(machine.load(in_4_bits()), CompiledLlama)
     (message,) = machine.messages
     assert words in message
     assert "enforce_eager" in message
@@ -170,7 +170,7 @@ def test_a_process_that_fails_leaves_nothing(
 
 def test_a_directory_that_cannot_be_written_is_said(machine: Machine) -> None:
     (machine.cache / "compiled").write_text("a file")
-    assert machine.load(in_4_bits()).one_token is None
+    assert not isinstance(machine.load(in_4_bits()), CompiledLlama)
     (message,) = machine.messages
     assert "cannot be compiled" in message
 

@@ -17,7 +17,7 @@ from lib.kernels import relative_error
 from lib.models import in_4_bits, needs_products_of_8_bits
 from minillm.loading import compiling
 from minillm.model.llama import Batch, Llama
-from minillm.model.one_token import Layer, OneToken, layer_shape, layer_weights
+from minillm.model.one_token import CompiledLlama, Layer, OneToken, layer_shape, layer_weights
 
 KINDS: dict[str, dict[str, Any]] = {
     "groups of two": {},
@@ -34,7 +34,7 @@ TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]
 pytestmark = needs_products_of_8_bits
 
 
-def by_torch(model: Llama) -> tuple[Llama, list[int]]:
+def by_torch(model: Llama) -> tuple[CompiledLlama, list[int]]:
     """The model with `Layer` in the place of its ops, and the lengths that each call was for."""
     shape, lengths = layer_shape(model), []
     assert shape is not None
@@ -45,7 +45,7 @@ def by_torch(model: Llama) -> tuple[Llama, list[int]]:
         return [layer(*arguments[:7], arguments[7:])]
 
     layers = [(each.attention, layer_weights(each)) for each in model.layers]
-    return replace(model, one_token=OneToken(run, layers)), lengths
+    return CompiledLlama.of(model, OneToken(run, layers)), lengths
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -64,7 +64,6 @@ def test_without_roundings_it_is_the_layer_of_the_paper(monkeypatch: pytest.Monk
     """Against float64, with products of the same matrices that round nothing."""
     model = in_4_bits(attention_bias=True)
     single, shape = by_torch(model)[0].one_token, layer_shape(model)
-    assert isinstance(single, OneToken)
     assert shape is not None
     weights, multiply = single.layers[0][1], torch.ops.aten._weight_int4pack_mm_for_cpu
     matrices: dict[int, Tensor] = {}
@@ -144,8 +143,8 @@ def test_compiled_it_computes_as_torch_does(tmp_path: Path, monkeypatch: pytest.
     messages: list[str] = []
     faster = compiling.with_compiled_layers(model, lambda each: None, messages.append)
     assert not messages
+    assert isinstance(faster, CompiledLlama)
     compiled = faster.one_token
-    assert isinstance(compiled, OneToken)
     layer = Layer(shape)
     for length in (2, 3, 17, 100, 200):
         x, cos, sin, pool, slots = _inputs(model, length)
@@ -192,7 +191,6 @@ def one_decode(length: int, **changes: Any) -> Batch:
 
 def test_it_is_for_one_token_of_one_sequence_that_is_not_the_first() -> None:
     single = by_torch(in_4_bits())[0].one_token
-    assert single is not None
     assert single.takes(one_decode(2))
     assert not single.takes(one_decode(1))
     assert not single.takes(one_decode(9, num_decodes=0))

@@ -36,6 +36,7 @@ from minillm import LLM, BeamSearchParams, MinillmError, SamplingParams
 from minillm.blockstore.files import BlockStore, listed
 from minillm.blockstore.tier import DiskTier
 from minillm.cache import BlockManager, HostMoves, SwapSpace
+from minillm.engine.admission import Admission
 from minillm.engine.disk_reads import DiskReads
 from minillm.engine.engine import Engine
 from minillm.engine.preemption import Preemption
@@ -189,7 +190,13 @@ def tensors_of(model: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def engine_over(
-    model: Llama, line: Line | None, *, num_blocks: int, host_blocks: int = 0, disk: Path | None = None, **options: Any
+    model: Llama,
+    line: Line | None,
+    *,
+    num_blocks: int,
+    host_blocks: int = 0,
+    disk: Path | None = None,
+    admission: str = "predicted",
 ) -> Engine:
     if model.rotary.dynamic:
         runner = Runner(model, num_blocks, 4, host_blocks)
@@ -200,14 +207,14 @@ def engine_over(
     if line is not None:
         runner.observers.append(Followers(line))  # type: ignore[arg-type]
     cache = BlockManager(num_blocks, 4, prefix_caching=disk is not None)
-    scheduler = Scheduler(Preemption(cache, SwapSpace(host_blocks)), 32, 48, **options)
+    scheduler = Scheduler(Admission(Preemption(cache, SwapSpace(host_blocks)), admission), 32, 48)
     requests = Requests(scheduler, None, model.config.vocab_size, min(256, num_blocks * 4), frozenset([2]))
     if disk is not None and line is not None:
         store = BlockStore(disk, identity_of(model, 4), {}, 1 << 30)
         tier = DiskTier(store, scheduler.cache, ShardedBlocks(runner, line.send), pytest.fail, runner.observers)
         tier.reader.measure = lambda step: None  # type: ignore[method-assign]  # read whatever is on disk
         runner.observers.insert(0, tier)
-        scheduler.disk_reads = DiskReads(tier, scheduler.cache, scheduler.idle, requests.new_seq_id)
+        scheduler.admission.disk_reads = DiskReads(tier, scheduler.cache, scheduler.idle, requests.new_seq_id)
     return Engine(runner, requests, methods_for(requests, runner))
 
 
@@ -252,8 +259,8 @@ def team(
     try:
         yield engine
     finally:
-        if engine.disk is not None:
-            engine.disk.tier.close()
+        if engine.requests.disk is not None:
+            engine.requests.disk.close()
         line.close()
         for thread in threads:
             thread.join()
@@ -424,8 +431,8 @@ def test_ranks_read_their_own_heads_from_disk(tmp_path: Path, size: int, in_8_bi
     for restart in (False, True):
         with team(model, size, num_blocks=40, disk=tmp_path, in_8_bits=in_8_bits) as engine:
             assert tokens(run(engine, requests)) == expected
-            assert engine.disk is not None
-            assert not restart or engine.disk.tier.num_read > 20
+            assert engine.requests.disk is not None
+            assert not restart or engine.requests.disk.num_read > 20
 
 
 def test_a_steady_step_sends_next_to_nothing() -> None:

@@ -26,7 +26,8 @@ class Engine:
         self.random = random.Random(seed)
         self.cache = BlockManager(NUM_BLOCKS, SIZE, prefix_caching=True)
         self.scheduler = SimpleNamespace(preemption=SimpleNamespace(swap=SwapSpace(16), count=0))
-        self.tokenizer = self.disk = None
+        self.tokenizer = None
+        self.requests = SimpleNamespace(disk=None)
         self.tokens: dict[int, list[int]] = {}
         self.pinned: set[int] = set()
         self.next_id = 0

@@ -16,8 +16,8 @@ from minillm.params import SamplingParams
 from minillm.runner.device.listed import listed, num_listed, wants_logprobs
 from minillm.runner.device.rows import padded_size, sampling_words
 from minillm.runner.device.state import DeviceState, Found
+from minillm.runner.drawn import Drawn
 from minillm.runner.penalties import needs_processing
-from minillm.runner.sampler import Drawn
 from minillm.runner.step import ChunkWork
 from minillm.sequence import Chunk, Schedule, Sequence
 

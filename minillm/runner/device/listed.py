@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from minillm import kernels
-from minillm.runner.sampler import MANY
+from minillm.runner.drawn import MANY
 from minillm.sequence import Chunk
 
 LISTED = 5, 8, 16, 32  # possible numbers, so that there are few graphs

@@ -12,9 +12,10 @@ from minillm.model.llama import Batch
 from minillm.runner.device.decode import DecodeSteps
 from minillm.runner.device.state import DeviceState, runs_ahead
 from minillm.runner.device.work import DecodeWork
+from minillm.runner.drawn import Drawn
 from minillm.runner.masks import Masks
 from minillm.runner.penalties import run_processors
-from minillm.runner.sampler import Drawn, draw_tokens
+from minillm.runner.sampler import draw_tokens
 from minillm.sequence import Chunk
 
 

@@ -37,10 +37,10 @@ from minillm.runner.device.mixed import MixedSteps
 from minillm.runner.device.piecewise import PiecewiseForward
 from minillm.runner.device.prompts import ShortPrompts
 from minillm.runner.device.state import DeviceState
+from minillm.runner.drawn import Drawn
 from minillm.runner.masks import masks_of
 from minillm.runner.penalties import note_empty
 from minillm.runner.runner import Runner
-from minillm.runner.sampler import Drawn
 from minillm.runner.scores import ScoringForward
 from minillm.runner.step import ChunkWork, StepWork
 from minillm.sequence import Chunk, Schedule, Sequence

@@ -13,8 +13,8 @@ from minillm.runner.device.graphs import Graphs
 from minillm.runner.device.rows import SHORTEST, Rows, Sharing, padded_length, padded_size
 from minillm.runner.device.token_rows import MOST_TOKENS, TokenRows
 from minillm.runner.device.work import DecodeWork
+from minillm.runner.drawn import Drawn
 from minillm.runner.masks import needs_tokens
-from minillm.runner.sampler import Drawn
 from minillm.runner.to_device import to_device
 from minillm.sequence import Chunk
 

@@ -1,4 +1,4 @@
-"""Fork a request's reasoning at the requested depths, so that each depth gets an answer: see `minillm.depths`."""
+"""Fork sequences: for beams and branches, and for answers at several depths of a reasoning (`minillm.depths`)."""
 
 from dataclasses import replace
 
@@ -6,6 +6,18 @@ from minillm.engine.requests import Requests
 from minillm.outputs import CompletionOutput
 from minillm.params import SamplingParams
 from minillm.sequence import PROMPT, Sequence, SequenceGroup
+
+
+def fork(requests: Requests, parent: Sequence, num_tokens: int) -> Sequence:
+    """Return a new sequence with the first ``num_tokens`` tokens of ``parent``.
+
+    The new sequence's table shares the blocks of these tokens.
+    """
+    child = Sequence(requests.new_seq_id(), parent.token_ids[:num_tokens], parent.num_prompt_tokens)
+    child.num_computed = min(num_tokens, parent.num_computed)
+    child.table = requests.scheduler.cache.fork(parent.own_table, child.seq_id, child.num_computed)
+    child.reasoning_position = None if parent.reasoning_position is None else parent.reasoning_position.copy()
+    return child
 
 
 def fork_at_depth(requests: Requests, group: SequenceGroup, sequence: Sequence) -> None:
