@@ -1,6 +1,7 @@
 # make chat   set up .venv, fetch the default model, open the chat
 # make serve  the same, then serve it: OpenAI's protocol at 127.0.0.1:8000
 # make test   ruff, mypy, pytest
+# make size   lines of code by folder, and since a commit: BASE=COMMIT
 # make test-gpu  tests on a CUDA GPU, including those that need one
 # TORCH=...        the torch to install, in any form that pip accepts: TORCH="torch==2.11.0", TORCH=/path/to/torch.whl
 # TORCH_INDEX=...  its package index: the address on PyTorch's installation page for your platform
@@ -9,6 +10,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 PYTHON ?= python3
 MODEL ?=
+BASE ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
@@ -20,7 +22,7 @@ HAS_DRIVER := $(shell command -v nvidia-smi || ls -d /proc/driver/nvidia 2>/dev/
 # pip compiles none of the 13,000 modules: most are never imported. Python caches the ones that it compiles.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: chat serve test test-fast test-gpu lint format bench parity soak mutants clean
+.PHONY: chat serve test test-fast test-gpu lint format bench parity soak mutants size clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -106,6 +108,9 @@ mutants: $(VENV)/installed-dev
 
 bench: $(VENV)/installed
 	$(BIN)/minillm bench latency --shape smollm2-135m
+
+size: $(VENV)/installed-dev
+	@BASE=$(BASE) $(BIN)/python tests/size.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 
 from lib.layers import PACKAGES, ROOT, sources
+from size import first_chapter
 
-_MOST_LINES, _MOST_METHODS, _MOST_ATTRIBUTES = 420, 25, 18
+_MOST_LINES, _MOST_METHODS, _MOST_ATTRIBUTES, _CHAPTER = 420, 25, 18, 2_150
 
 
 def _texts() -> dict[str, str]:
@@ -41,3 +42,8 @@ def test_no_class_has_many_methods_or_attributes() -> None:
                 large.append(f"{path}: {cls.name} has {len(methods)} methods and sets {len(attributes)} attributes")
     assert count > 500
     assert large == []
+
+
+def test_the_first_chapter_stays_short() -> None:
+    """Without blank lines. What one sampled request does not need belongs in files of other chapters."""
+    assert 0 < len(first_chapter()) <= _CHAPTER
