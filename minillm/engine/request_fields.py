@@ -68,9 +68,8 @@ def check_ids(params: Params, bad_words: tuple[tuple[int, ...], ...], vocab_size
 def salt_for(salt: str | None, num_prompt_tokens: int, longest_plain: int | None) -> str | None:
     """Return the salt for a prompt's blocks, given the request's own. Only blocks of the same salt are shared.
 
-    If the length of a prompt changes its K, the salt includes the length. These are prompts of more than
-    ``longest_plain`` tokens, with dynamic rope scaling; None: no prompt.
+    ``longest_plain``: with dynamic rope scaling, K of a longer prompt depends on its length. Then the salt includes the
+    length. None for other models.
     """
-    if longest_plain is None or num_prompt_tokens <= longest_plain:
-        return salt
-    return f"{num_prompt_tokens} tokens {'' if salt is None else salt}"
+    depends_on_length = longest_plain is not None and num_prompt_tokens > longest_plain
+    return f"{num_prompt_tokens} tokens {salt or ''}" if depends_on_length else salt
