@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 from lib.layers import PACKAGES, ROOT, sources
-from size import first_chapter
+from size import first_chapter, main
 
 _MOST_LINES, _MOST_METHODS, _MOST_ATTRIBUTES, _CHAPTER = 420, 25, 18, 2_150
 
@@ -47,3 +49,14 @@ def test_no_class_has_many_methods_or_attributes() -> None:
 def test_the_first_chapter_stays_short() -> None:
     """Without blank lines. What one sampled request does not need belongs in files of other chapters."""
     assert 0 < len(first_chapter()) <= _CHAPTER
+
+
+def test_make_size_counts_every_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BASE", raising=False)
+    main()
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    counts = {name: int(count.replace(",", "")) for count, name in rows}
+    everything = sum(len(text.splitlines()) for text in _texts().values())
+    assert counts["production, sum"] == everything
+    assert sum(count for name, count in counts.items() if name.split("/")[0] in PACKAGES) == everything
+    assert counts["tests, sum"] > counts["tests/lib"] > 0
