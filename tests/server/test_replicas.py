@@ -250,16 +250,17 @@ def test_a_killed_engine_is_started_again_and_its_requests_are_told(lone: Server
     assert complete(lone, "a")["choices"]
 
 
-def test_a_stream_that_outlasts_the_grace_ends_with_an_error(lone: Server) -> None:
+def test_a_stream_that_outlasts_the_grace_ends_with_an_error(tiny: Path) -> None:
     body = {"prompt": "a", "max_tokens": 450, "n": 8, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{lone.url}/v1/completions", json=body, timeout=60) as events:
-        lines = (line for line in events.iter_lines() if line.startswith("data: "))
-        assert "choices" in next(lines)
-        lone.process.send_signal(signal.SIGINT)
-        last = list(lines)[-1]
-    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
-    lone.process.wait(60)
-    assert "Traceback" not in "".join(lone.said)
+    with served(tiny, "--num-blocks", "256", "--grace", "0") as running:
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as events:
+            lines = (line for line in events.iter_lines() if line.startswith("data: "))
+            assert "choices" in next(lines)
+            running.process.send_signal(signal.SIGINT)
+            last = list(lines)[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
+        running.process.wait(60)
+    assert "Traceback" not in "".join(running.said)
 
 
 class Ending:
