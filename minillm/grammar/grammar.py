@@ -138,7 +138,7 @@ def grammar_of(name: str, value: Any) -> Grammar | None:
 def _check_size(kind: str, source: str) -> None:
     most = MAX_REGEX_BYTES if kind == "regex" else MAX_BYTES
     try:
-        size = len(source.encode()) if len(source) <= most else len(source)
+        size = len(source.encode())
     except UnicodeEncodeError:
         raise UsageError(f"grammar: the {_KINDS[kind]} holds a lone surrogate, which is not text") from None
     if size > most:

@@ -100,6 +100,7 @@ def test_hostile_lark_grammars_are_refused(name: str) -> None:
 @pytest.mark.usefixtures("_late_after_a_second")
 def test_what_cannot_be_obeyed_is_refused_by_name() -> None:
     assert "uniqueItems" in assert_refused(Grammar.json, {"type": "array", "uniqueItems": True})
+    assert "32,770 bytes" in assert_refused(Grammar.regex, "é" * (limits.MAX_REGEX_BYTES + 1))
     assert "look-around" in assert_refused(Grammar.regex, "(?<!a)b")
     assert "takes more than 1 seconds" in assert_refused(Grammar.json, HOSTILE_SCHEMAS["a large multiple"])
 
