@@ -23,10 +23,8 @@ _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
 _GROUP = "[0-9a-fA-F]{1,4}"
 _IPV6 = "|".join(
-    [f"(?:{_GROUP}:){{7}}{_GROUP}", "::"]
-    + [f"(?:{_GROUP}:){{0,6}}{_GROUP}::"]
-    + [f"::(?:{_GROUP}:){{0,6}}{_GROUP}"]
-    + [f"{_GROUP}(?::{_GROUP}){{{before - 1}}}::(?:{_GROUP}:){{0,{6 - before}}}{_GROUP}" for before in range(1, 7)]
+    [f"(?:{_GROUP}:){{7}}{_GROUP}", f"(?:{_GROUP}:){{1,7}}:", f":(?:(?::{_GROUP}){{1,7}}|:)"]
+    + [f"(?:{_GROUP}:){{{before}}}(?::{_GROUP}){{1,{7 - before}}}" for before in range(1, 7)]
 )
 _LABEL = "@(?:~{0,2}@|~(?:@~|-@)~{0,58}@)?"  # no "--" at the third character, which would introduce Punycode
 _LABEL = _LABEL.replace("~", "[a-zA-Z0-9-]").replace("@", "[a-zA-Z0-9]")

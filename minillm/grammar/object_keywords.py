@@ -169,9 +169,7 @@ def _subsets(
     """
     ways: list[Schema] = [typed(set(KINDS) - {"object"})]
     last = min(len(optional), lacking if spare is None else spare)
-    for size in range(last + 1):
-        if size < lacking and not is_open:
-            continue
+    for size in range(0 if is_open else lacking, last + 1):
         if len(ways) + math.comb(len(optional), size) > _MOST_WAYS:
             raise Unsupported(f"has {' and '.join(bounds)} with too many optional properties")
         for chosen in combinations(optional, size):

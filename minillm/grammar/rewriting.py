@@ -171,9 +171,7 @@ class Rewriter:
         return {"enum": found} if found else False
 
     def _reference(self, schema: dict[str, Any]) -> Schema:
-        target = self.meaning.target(schema)
-        if isinstance(target, bool) or target is None:
-            return target if target is not None else True
+        target = self.meaning.references.target(schema)
         if id(target) not in self._names:
             name = self._names[id(target)] = f"d{len(self._names)}"
             self._definitions[name] = True
