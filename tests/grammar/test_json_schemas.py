@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"t": "a", "x": 1}, {"t": "b", "y": 1}], [{"t": "a", "y": 1}, {"t": "c", "x": 1}],
     ),
     "one of overlapping numbers": (
-        {"oneOf": [{"type": "number", "minimum": 2}, {"type": "number", "maximum": 5}]}, [1, 6, 1.5], [2, 3, 5, 2.5],
+        {"oneOf": [{"type": "number", "minimum": -5}, {"type": "number", "maximum": -2}]}, [1, -6, -1.5], [-5, -3, -2, -2.5],
     ),
     "one of overlapping texts": (
         {"type": "string", "oneOf": [{"pattern": "^a"}, {"maxLength": 2}]}, ["abc", "b", ""], ["a", "ab", "bcd"],
@@ -53,6 +53,9 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{"a": 1}, {"b": 1, "c": 2}], [{}, {"a": 1, "b": 1}, {"c": 1}, {"a": 1, "d": 1}],
     ),
     "one of three, two of which are the same": ({"oneOf": [A, A, B]}, [{"b": 1}], [{"a": 1}, {"a": 1, "b": 1}]),
+    "one of an enum and a type of some of its values": (
+        {"oneOf": [{"enum": ["a", 1]}, {"type": "string"}]}, [1, "b"], ["a", 2],
+    ),
     "one of closed objects": (
         {"oneOf": [{**A, "additionalProperties": False}, {"type": "object", "properties": {"a": {}, "b": {}}}]},
         [{"a": "x"}, {"b": 1}, {}, {"a": 1, "b": 1}], [{"a": 1}],
@@ -107,6 +110,13 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "at least one of optional properties": (
         {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}, [{"a": 1}, {"c": 1}, {"a": 1, "b": 1}], [{}],
+    ),
+    "at least one property more than the required ones": (
+        {**obj(a={}), "properties": {"a": {}, "b": {}}, "minProperties": 2}, [{"a": 1, "b": 1}, {"a": 1, "c": 1}], [{"a": 1}],
+    ),
+    "almost all of many closed properties": (
+        {"type": "object", "properties": {f"p{i}": {} for i in range(11)}, "minProperties": 10, "additionalProperties": False},
+        [{f"p{i}": 1 for i in range(length)} for length in (10, 11)], [{f"p{i}": 1 for i in range(9)}],
     ),
     "at most two of optional properties": (
         {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "maxProperties": 2, "minProperties": 1},
@@ -202,6 +212,7 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "an enum next to a pattern": ({"enum": ["a", "bc", 3], "pattern": "^b", "type": "string"}, ["bc"], ["a", 3]),
     "an enum next to bounds": ({"enum": [1, 5, 9], "not": {"const": 5}, "minimum": 2}, [9], [1, 5]),
+    "an enum next to a type in draft 7": ({**DRAFT_7, "enum": [1, "a"], "type": "integer"}, [1], ["a"]),
     "an enum next to a multiple": ({"enum": [1, 1.5, 3, "a"], "multipleOf": 1}, [1, 3, "a"], [1.5]),
     "an enum next to bounds that are in it": (
         {"enum": [1, 2, 3, 4], "exclusiveMinimum": 1, "minimum": 0, "maximum": 4, "exclusiveMaximum": 4}, [2, 3], [1, 4],
@@ -231,7 +242,13 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {"enum": [None, True, 1, 1.5, "a", [1, "b"], {"k": {}}]}, [None, True, 1, 1.5, "a", [1, "b"], {"k": {}}],
         [False, 2, "b", [1], {}, {"k": 1}, 0],
     ),
+    "a constant that looks like a schema of draft 3": (
+        {"const": {"properties": {"a": {"required": True}}}}, [{"properties": {"a": {"required": True}}}], [{}],
+    ),
     "a constant that is not true": ({"const": 1}, [1], [True, 2]),
+    "properties of a subschema before the schema's own": (
+        {"required": ["a"], "allOf": [{"properties": {"b": {}}}], "properties": {"a": {}}}, [{"b": 1, "a": 1}], [{"b": 1}],
+    ),
     "all of objects": (
         {"allOf": [A, {"properties": {"c": {"type": "string"}}, "required": ["c"]}]}, [{"a": 1, "c": "x"}], [{"a": 1}, {"c": "x"}],
     ),
@@ -250,6 +267,13 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "a reference to an anchor": (
         {"$id": "http://x.y/z", "$defs": {"n": {"$anchor": "num", "type": "integer"}}, "items": {"$ref": "#num"}}, [[1]], [["a"]],
     ),
+    "a reference to a dynamic anchor": (
+        {"$dynamicAnchor": "n", "properties": {"a": {"$dynamicRef": "#n"}}, "additionalProperties": False}, [{"a": {"a": {}}}], [{"a": {"b": 1}}],
+    ),
+    "a reference to a schema of anything, and one to nothing": (
+        {"$defs": {"yes": True, "no": False}, "properties": {"a": {"$ref": "#/$defs/yes"}, "b": {"$ref": "#/$defs/no"}}},
+        [{"a": 1}, {"c": 1}], [{"b": 1}],
+    ),
     "a reference with escapes": (
         {"$defs": {"a/b~c d%": {"type": "integer"}}, "items": {"$ref": "#/$defs/a~1b~0c%20d%25"}}, [[1]], [["a"]],
     ),
@@ -260,6 +284,11 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
         {"$ref": "#/$defs/t", "$defs": {"t": {"type": "object", "properties": {"v": {"type": "integer"}, "l": {"$ref": "#/$defs/t"}},
          "additionalProperties": False}}},
         [{"v": 1, "l": {"l": {"v": 3}}}], [{"l": {"x": 1}}],
+    ),
+    "a tree of large numbers, with small ones as leaves": (
+        {"$ref": "#/$defs/t", "$defs": {"t": obj(n={"type": "integer", "minimum": 7, "allOf": [{"minimum": 2}]}, c={"items": {
+         "oneOf": [{"$ref": "#/$defs/t"}, obj(n={"type": "integer", "exclusiveMaximum": 7})]}})}},
+        [{"n": 7, "c": [{"n": 9, "c": []}, {"n": 6}]}], [{"n": 6, "c": []}, {"n": 7, "c": [{"n": 7}]}],
     ),
     "required of draft 3": (
         {"type": "object", "properties": {"a": {"type": "integer", "required": True}, "b": {"type": "any"}}},
@@ -309,7 +338,8 @@ FORMATS: dict[str, tuple[list[str], list[str]]] = {
     "email": (["a.b@c.d", "x+y@example.com"], ["a", "@b", "a@", "a@b@c", ".a@b"]),
     "hostname": (["a.b", "x-y.z"], ["-a", "a-", ".", "a..b", "a" * 64, "xn--x"]),
     "ipv4": (["0.0.0.0", "255.249.19.1"], ["256.0.0.1", "1.2.3", "01.2.3.4"]),
-    "ipv6": (["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::1:2", "1:2:3:4:5:6:7::"], [":", "1", "1::2::3", "12345::", ":::"]),
+    "ipv6": (["::", "::1", "1::", "1:2:3:4:5:6:7:8", "fe80::1:2", "1:2:3:4:5:6:7::", "1:2:3:4:5:6::8", "1::3:4:5:6:7:8"],
+             [":", "1", ":1", "1:2:3:4:5:6:7::8", "1::2:3:4:5:6:7:8", "1:2:3:4:5:6:7:8::", "::1:2:3:4:5:6:7:8", "1::2::3", "12345::", ":::"]),
     "uuid": (["01234567-89ab-cdef-0123-456789abcDEF"], ["0123456789abcdef0123456789abcdef", "x"]),
     "uri": (["http://a.b/c?d#e", "mailto:a@b", "urn:x", "http://[::1]:80/"], ["a b", "//x", "http://[zz]/", ":x", "/a"]),
     "uri-reference": (["", "a", "/a", "//h/p", "#f", "?q", "a/b:c", "http://x"], ["a b", "\\\\x", "1:2"]),
@@ -348,7 +378,7 @@ REJECTED: dict[str, Any] = {
     "nothign": {"not": {"type": "nothign"}},
     "properties": {"properties": [1]},
     "anyOf": {"anyOf": {"a": 1}},
-    "required": {"required": [1]},
+    "required": {"required": [[1]]},
     "#/definitions/none": {"properties": {"a": {"$ref": "#/definitions/none"}}},
     "#none": {"properties": {"a": {"$ref": "#none"}}},
     "http://x.y/z": {"$ref": "http://x.y/z"},
