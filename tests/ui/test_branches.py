@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 from textual import events
+from textual.containers import Grid
+from textual.geometry import Size
 from textual.widgets import Collapsible, Input, OptionList, Static
 
 from lib.ui import answered, ask, chat, is_told, notes, say, screen, seen, until
@@ -176,6 +178,8 @@ async def test_on_the_whole_screen_a_card_has_all_of_its_text_and_says_how_to_le
         assert "These are words that both begin with, and 0" in seen(pilot)
         await pilot.press("escape")
         await until(pilot, lambda: "all begin" in seen(pilot) and "Esc goes back" not in seen(pilot))
+        view.on_resize(events.Resize(Size(20, 30), Size(20, 30)))
+        assert view.query_one(Grid).styles.grid_size_columns == 1, "narrower than a card"
 
 
 def test_of_a_cards_facts_those_are_shown_that_have_room() -> None:
@@ -312,7 +316,7 @@ async def test_beams_show_their_log_probability_and_change_places() -> None:
         turn = await answered(pilot, None)
         assert [candidate.text for candidate in turn.answer.candidates] == ["beam 3 ends", "beam 2 ends", "beam 1 ends"]
         assert "score -" in seen(pilot)
-        await pilot.press("1")
+        await pilot.press("1", "left")
         await until(pilot, lambda: turn.answer.text == "beam 3 ends")
 
 
@@ -334,6 +338,7 @@ async def test_wrong_commands_are_explained_and_others_completed_while_typed() -
             "/set heat 3": "unknown parameter",
             "/copy": "there is no question yet",
             "/copy foo": "use /copy or /copy code",
+            "/compact foo": "use /compact or /compact undo",
             "/branch foo": "use /branch next",
             "/think " + 5000 * "9": "use /think on",
             "/depths 1," + 5000 * "9": "use /depths 256,512,1024",

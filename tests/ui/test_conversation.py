@@ -86,6 +86,14 @@ def test_the_oldest_half_is_dropped_from_what_the_model_is_told() -> None:
     assert len(conversation.turns) == 7
 
 
+def test_no_more_than_half_is_dropped_of_turns_of_the_same_length() -> None:
+    conversation = Conversation()
+    for number in range(4):
+        said(conversation, str(number), "x")
+    assert conversation.drop_oldest_half()
+    assert conversation.num_dropped == 2
+
+
 def test_turns_without_words_are_dropped_too() -> None:
     conversation = Conversation()
     said(conversation, "", "")

@@ -14,7 +14,7 @@ from textual.pilot import Pilot
 
 from lib.ui import ask, chat, say, screen, seen, until
 from minillm.ui.chat import window
-from minillm.ui.chat.conversation import Conversation
+from minillm.ui.chat.conversation import Candidate, Conversation
 from minillm.ui.chat.transcript import Remark, Transcript
 from minillm.ui.chat.turn_view import Question
 
@@ -64,6 +64,11 @@ def test_the_mounted_part_is_where_the_lines_are(heights: list[int], first: int,
         assert sum(heights[:index]) + line == first
 
 
+def test_a_list_that_grows_mounts_all_of_five_screens_and_then_only_what_is_near_its_end() -> None:
+    assert window.grown(range(10, 19), [10] * 20, 20) == range(10, 20)
+    assert window.grown(range(10, 20), [10] * 21, 20) == range(16, 21), "one screen, and one and a half above it"
+
+
 async def test_the_end_is_shown_and_little_is_mounted() -> None:
     async with chat(size=(100, 40)) as pilot:
         transcript = await opened(pilot)
@@ -111,6 +116,11 @@ async def test_ctrl_home_and_ctrl_end_go_all_the_way() -> None:
         await pilot.press("ctrl+home")
         await until(pilot, lambda: "question 0." in seen(pilot))
         check(transcript)
+        last = transcript.turns[-1].answer
+        last.candidates = [Candidate("best"), Candidate("other")]
+        await pilot.press("alt+y")
+        await until(pilot, lambda: pilot.app.clipboard == "best")
+        last.candidates = []
         await pilot.press("ctrl+end")
         await until(pilot, lambda: "answer 299." in seen(pilot))
         check(transcript)

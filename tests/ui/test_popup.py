@@ -53,6 +53,8 @@ def test_files_are_found_by_some_of_their_letters(folder: Path) -> None:
     assert best_matches(names, "NOTES", 9) == ["notes.md"]
     assert best_matches(names, "xyz", 9) == []
     assert best_matches(names, "", 2) == ["notes.md", "my file.txt"]
+    assert best_matches(["map/x", "other/folder/map"], "map", 9) == ["other/folder/map", "map/x"], "a file's own name"
+    assert best_matches(["s____map", "xs_map"], "smap", 9) == ["xs_map", "s____map"], "fewer letters between"
 
 
 def test_a_files_text_follows_the_question_in_a_fence(folder: Path) -> None:
