@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from textual.content import Content
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
@@ -42,6 +43,9 @@ async def test_places_are_counted_marked_and_walked_through() -> None:
         await until(pilot, lambda: found(pilot).startswith("3 of 4"))
         await pilot.press("shift+enter", "up", "up")
         await until(pilot, lambda: found(pilot).startswith("4 of 4"))
+        screen(pilot).chat_pane.conversation.turns[-1].answer.text += ", but a heron"
+        await pilot.press("enter")
+        await until(pilot, lambda: found(pilot).startswith("5 of 5"))
         await pilot.press("x")
         await until(pilot, lambda: found(pilot) == "nothing found")
         assert marked(pilot, "underline") == []
@@ -164,6 +168,10 @@ async def test_a_place_stays_in_sight_while_the_end_grows() -> None:
             await until(pilot, lambda: pane.transcript.is_settled)
         await pilot.pause()
         assert "number 24 of" in seen(pilot)
+        before = pane.transcript.scroll_y
+        pane.search._bring_into_sight(Static(Content("a line\n" * 99 + "number 24 of")), 0)
+        await pilot.pause()
+        assert pane.transcript.scroll_y == before, "not to a text that was removed in the meantime"
 
 
 async def test_an_attached_file_is_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 
 from lib.ui import FAKE, ask, chat, notes, say, screen, seen, until
+from minillm.service.messages import Command, Pace
 from minillm.ui import demo
 from minillm.ui.chat import tour
 from minillm.ui.chat.conversation import Conversation, Turn
@@ -42,9 +43,19 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
 
     monkeypatch.setattr(Transcript, "show_path", show_slowly)
     async with chat(size=(140, 40)) as pilot:
-        before = screen(pilot).app.settings
+        before, pane = screen(pilot).app.settings, screen(pilot).chat_pane
+        sent: list[Command] = []
+        send = pane.send
+
+        def record(command: Command) -> None:
+            sent.append(command)
+            send(command)
+
+        monkeypatch.setattr(pane, "send", record)
+        slowed: list[bool] = []  # whether drawing leaves the cores to the model, after each change
+        pane.watch(pane, "beside_model", lambda slow: slowed.append(slow), init=False)
         await ask(pilot, "echo old")
-        pane = screen(pilot).chat_pane
+        assert slowed == [True, False]
         monkeypatch.setattr(tour, "_READING", 0.05)
         await say(pilot, "/tour")
         await until(pilot, lambda: any("tour · free" in note for note in notes(pilot)))
@@ -57,6 +68,8 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
         assert told == ["fork", "copy", "each", "free"], "what is told of the question stands below it"
         await until(pilot, lambda: len(pane.conversation.siblings(turn)) == 3)  # one of them accepted
         await until(pilot, lambda: screen(pilot).app.settings is before)
+        assert slowed == [True, False], "the tour is drawn at once"
+        assert [each.steps_per_second for each in sent if isinstance(each, Pace)][-1] == 0, "full speed again"
         assert len(pane.store.list()) == 1, "the conversation of before is kept, and the tour's is the tour's"
         await ask(pilot, "echo my own")
         assert len(pane.store.list()) == 2
