@@ -83,7 +83,7 @@ class ChatPane(Vertical):
         self.prompt.focus()
         self.watch(self.app, "settings", lambda settings: self._options.pin(settings.system))
         for each in ("scroll_y", "virtual_size", "container_size"):
-            self.watch(self.transcript, each, self.waiting.show, init=False)
+            self.watch(self.transcript, each, self.waiting.show)
 
     def watch_editing(self, turn: Turn | None) -> None:
         self.prompt.border_title = "" if turn is None else "editing · Enter asks as a branch · Esc cancels"

@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 
 from textual import events, on
-from textual.binding import Binding
 from textual.message import Message
 from textual.strip import Strip
 from textual.timer import Timer
 from textual.widgets.text_area import Edit, EditResult, Location
 
 from minillm.text.safe import clean
+from minillm.ui.bars import hidden_keys
 from minillm.ui.chat.files import (
     best_matches,
     dropped_files,
@@ -53,7 +53,7 @@ class PromptInput(SteadyTextArea):
     byte for Enter and shift+enter.
     """
 
-    BINDINGS = [Binding("ctrl+underscore,alt+z", "undo", "Undo", show=False)]  # noqa: RUF012
+    BINDINGS = [*hidden_keys({"ctrl+underscore,alt+z": "undo"})]  # noqa: RUF012
 
     @dataclass
     class Submitted(Message):
