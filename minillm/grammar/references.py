@@ -10,6 +10,7 @@ from minillm.text.safe import clean_line
 
 _REFERENCES = ("$ref", "$recursiveRef", "$dynamicRef")
 _DATA = ("const", "enum", "default", "examples", "example")  # their values are not schemas
+_BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")  # their keys are names
 _OLD = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07")
 
 
@@ -46,7 +47,9 @@ class References:
         self._dynamic += [node[key] for key in ("$dynamicAnchor", "$recursiveAnchor") if node.get(key)]
         self._bases[id(node)] = base
         for key, value in node.items():
-            if key not in _DATA:
+            if key in _BY_NAME and isinstance(value, dict):
+                self._walk(list(value.values()), base)
+            elif key not in _DATA:
                 self._walk(value, base)
 
     def _name(self, node: Any, base: str, name: str) -> str:

@@ -264,6 +264,11 @@ CASES: dict[str, tuple[Any, list[Any], list[Any]]] = {
          "properties": {"a": {"$ref": "http://x.y/n"}, "b": {"$ref": "#m"}, "c": {"$ref": "root#/definitions/n"}}},
         [{"a": 1, "b": None, "c": 2}], [{"a": "x"}, {"b": 1}, {"c": "x"}],
     ),
+    "a reference from a property that is named like a keyword": (
+        {"$id": "http://x.y/z", "$ref": "http://x.y/in", "$defs": {"n": {"type": "string"}, "in": {
+         "$id": "http://x.y/in", "$defs": {"n": {"type": "integer"}}, "properties": {"default": {"$ref": "#/$defs/n"}}}}},
+        [{"default": 1}], [{"default": "x"}],
+    ),
     "a reference to an anchor": (
         {"$id": "http://x.y/z", "$defs": {"n": {"$anchor": "num", "type": "integer"}}, "items": {"$ref": "#num"}}, [[1]], [["a"]],
     ),
