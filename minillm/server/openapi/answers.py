@@ -12,6 +12,8 @@ from minillm.server.responses.bodies import NoBody, ResponseBody
 _TEXT: Json = {"type": "string"}
 _COUNT: Json = {"type": "integer", "minimum": 0}
 _NUMBER: Json = {"type": "number"}
+_INTEGER: Json = {"type": ["integer", "null"]}
+_OBJECT: Json = {"type": "object"}
 _REASON: Json = {"enum": ["stop", "length", "tool_calls", "abort", None]}
 _IDS: Json = {"type": "array", "items": _COUNT}
 _SCORES: Json = {"type": "array", "items": {"type": ["object", "null"]}}
@@ -40,7 +42,7 @@ _OWN = {"stop_reason": {"type": ["string", "integer"]}, "score": _NUMBER, "cumul
 # Fields of some output items.
 _ITEM: dict[str, Json] = {
     "role": {"const": "assistant"},
-    "content": {"type": "array", "items": {"type": "object"}},
+    "content": _list(_OBJECT),
     "summary": {"const": []},
     "call_id": _TEXT,
     "name": _TEXT,
@@ -124,8 +126,30 @@ SCHEMAS: dict[str, Json] = {
         ),
         previous_response_id=_or_null(_TEXT),
         store={"type": "boolean"},
+        completed_at=_or_null(_COUNT),
+        error={"type": "null"},
+        background={"const": False},
+        instructions=_or_null(_TEXT),
+        max_output_tokens=_INTEGER,
+        max_tool_calls=_INTEGER,
+        metadata=_OBJECT,
+        parallel_tool_calls={"type": "boolean"},
+        prompt_cache_key=_or_null(_TEXT),
+        reasoning=_OBJECT,
+        safety_identifier=_or_null(_TEXT),
+        service_tier={"const": "default"},
+        temperature=_NUMBER,
+        text=_OBJECT,
+        tool_choice={"type": ["string", "object"]},
+        tools=_list(_OBJECT),
+        top_logprobs=_INTEGER,
+        top_p=_NUMBER,
+        truncation={"const": "disabled"},
+        user=_or_null(_TEXT),
     ),
-    "Model": _record(id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT),
+    "Model": _record(
+        id=_TEXT, object={"const": "model"}, created=_COUNT, owned_by=_TEXT, max_model_len=_COUNT, source=_TEXT
+    ),
     "Prefix": _record(
         "replica", id=_TEXT, object={"const": "prefix"}, created=_COUNT, num_tokens=_COUNT, num_blocks=_COUNT,
         replica=_COUNT,
@@ -144,7 +168,7 @@ _BLOCK: Json = {
     "oneOf": [
         _record(type={"const": "text"}, text=_TEXT),
         _record(type={"const": "thinking"}, thinking=_TEXT, signature=_TEXT),
-        _record(type={"const": "tool_use"}, id=_TEXT, name=_TEXT, input={"type": "object"}),
+        _record(type={"const": "tool_use"}, id=_TEXT, name=_TEXT, input=_OBJECT),
     ]
 }
 _TABLE = _record("replica", seq_id=_COUNT, request=_TEXT, index=_COUNT, state=_TEXT, num_tokens=_COUNT, blocks=_IDS)
@@ -205,6 +229,7 @@ ROUTES: tuple[tuple[str, str, str, Any, Json], ...] = (
     ("post", "/v1/prefixes", "Compute a prefix and pin its blocks", bodies.PrefixBody, _json(_ref("Prefix"))),
     ("delete", "/v1/prefixes/{name}", "Unpin a prefix", None, _json(_record(id=_TEXT, deleted={"const": True}))),
     ("get", "/v1/cache", "Show the block tables and figures of the pool", None,
-     _json(_record("cached_blocks", "replicas", figures={"type": "object"}, tables=_list(_TABLE)))),
+     _json(_record("cached_blocks", "replicas", figures=_OBJECT, tables=_list(_TABLE), cached_blocks=_IDS,
+                   replicas=_list(_OBJECT)))),
     ("get", "/v1/cache/events", "Stream the changes in the pool", None, _EVENTS),
 )  # fmt: skip
