@@ -79,7 +79,7 @@ def test_answers_to_several_prompts_are_forked_by_the_number_of_the_prompt(serve
     ("fork", "words"),
     [
         ("nothing", "unknown answer 'nothing'"),
-        ({"id": "ID", "index": 7}, "no completion 7"),
+        ({"id": "ID", "index": 1}, "no completion 1"),
         ({"id": "ID", "num_tokens": 99}, "num_tokens is 99"),
         ({"id": "ID", "num_tokens": -1}, "num_tokens is -1"),
     ],
@@ -105,6 +105,7 @@ def test_names_in_refusals_stay_on_their_line(server: Server) -> None:
 
 def test_prefixes_are_pinned_listed_and_freed(server: Server) -> None:
     prefix = post(server, "/v1/prefixes", prompt="p" * 100)
+    assert prefix["num_tokens"] == len(post(server, "/tokenize", prompt="p" * 100)["tokens"])
     assert prefix["num_blocks"] >= 3
     assert prefix in httpx.get(f"{server.url}/v1/prefixes").json()["data"]
     tables = httpx.get(f"{server.url}/v1/cache").json()["tables"]

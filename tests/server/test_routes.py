@@ -174,11 +174,12 @@ def test_the_openapi_document_says_what_each_route_takes() -> None:
 
 
 def test_the_openapi_document_says_where_a_key_is_needed() -> None:
-    found = document(has_keys=True)["paths"]
+    found = document(has_keys=True)
     needs = {
         path: {name for each in operations.values() for key in each["security"] for name in key}
-        for path, operations in found.items()
+        for path, operations in found["paths"].items()
     }
+    assert {name for names in needs.values() for name in names} == found["components"]["securitySchemes"].keys()
     assert needs["/health"] == needs["/version"] == set()
     assert needs["/v1/messages"] == {"key", "x-api-key"}
     assert needs["/v1/responses"] == needs["/v1/models"] == {"key"}

@@ -191,6 +191,7 @@ def test_no_python_is_run(tmp_path: Path) -> None:
         "[get(a=" + "(" * 9000 + ")]",
         "[get(a='\0')]",
         "[get(a=b'')]",
+        "[get]",
     ):
         assert python_calls(text, TOOLS) == []
     assert not file.exists()
