@@ -55,7 +55,7 @@ async def test_the_tour_forks_copies_frees_and_gives_the_settings_back(monkeypat
         slowed: list[bool] = []  # whether drawing leaves the cores to the model, after each change
         pane.watch(pane, "beside_model", lambda slow: slowed.append(slow), init=False)
         await ask(pilot, "echo old")
-        assert slowed == [True, False]
+        await until(pilot, lambda: slowed == [True, False])
         monkeypatch.setattr(tour, "_READING", 0.05)
         await say(pilot, "/tour")
         await until(pilot, lambda: any("tour · free" in note for note in notes(pilot)))
