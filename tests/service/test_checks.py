@@ -129,7 +129,7 @@ def test_a_picture_that_contradicts_the_pool_is_an_error(event: dict[str, Any]) 
          "tokens_per_second": 1.0, "num_context_tokens": 1},
         {"message": "Reading", "request_id": "r", "num_computed_tokens": 5, "num_prompt_tokens": 0,
          "seconds_left": 1.0},
-        {"message": "Loading", "progress": {"label": "x", "done": -5, "total": -3, "unit": ""}},
+        {"message": "Loading", "progress": {"label": "x", "done": -1, "total": 3, "unit": ""}},
         {"message": "Loading", "progress": {"label": "x", "done": 1, "total": 10**400, "unit": ""}},
         {"message": "MemoryUse", "total": 0, "free": -1, "weights": 0, "cache": 0, "rest": 0},
         {"message": "Stepped", "steps": [

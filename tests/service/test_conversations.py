@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import anyio
 import pytest
+from msgspec.structs import astuple
 
 from lib.engine import step
 from minillm.cache.runs import common_length
@@ -471,6 +472,7 @@ async def test_a_model_that_is_not_there_is_one_line(engine: Running, tmp_path: 
 def test_messages_survive_the_pipe() -> None:
     log = [LogEntry(0.5, "copy", 1, "a", [3, 4], None, 2)]
     tables = [TableView(1, "a", 0, "idle", 16, [3]), TableView(2, "a", 1, "running", 17, [5], keep=1)]
+    assert set(astuple(CacheCounts())) == {0}, "a pool in which nothing has happened"
     picture = CacheChanged(tables, [2], [8], [9], CacheCounts(num_copies=7), log, 1)
     delta = TextDelta("a", 0, "x", 1, [TokenChoice("x", -0.5, ["x", "\x1b"], [-0.5, -2.0])])
     steps = Stepped([StepReport(1, 2, 512, 0, 0, 0, 0, 0.25, 0.2, 1e9)])

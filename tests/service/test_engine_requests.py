@@ -125,6 +125,10 @@ def test_the_pool_is_read_as_it_is(model: Llama) -> None:
     [held] = cache.tables.values()
     assert (table["request"], table["state"], table["blocks"]) == ("kept", "idle", held.blocks)
     assert result.value["figures"]["num_blocks"] == cache.num_blocks
+    inside.report(now=True)
+    figures = events[-1]
+    assert isinstance(figures, messages.Figures)
+    assert (figures.num_prefill_tokens, figures.num_decoded_tokens) == (14, 4)
 
 
 def test_a_defect_in_one_request_refuses_that_one(model: Llama, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,7 @@ def test_computed_tokens_are_shared_within_a_salt_alone(engine: Engine) -> None:
         started = client.last(Started)
         assert isinstance(started, Started)
         cached.append(started.num_cached_tokens > 0)
+        assert started.num_disk_tokens == 0
         client.close()
     assert cached == [False, False, True, False, True]
 
@@ -140,6 +141,14 @@ def test_texts_are_sent_as_often_as_was_asked_and_before_the_end(
     assert fewest <= len(texts) <= most
     assert isinstance(client.events[-1], Finished)
     assert sum(isinstance(event, Started) for event in client.events) == 1
+    text = "".join(event.text for event in texts)
+    client.conversations.handle(Generate("b", "d", FILE, {**PARAMS, "max_tokens": 6, "stop": [f"{text}..."]}))
+    for _ in range(4):
+        step(client.conversations)
+    client.do(Abort("b"))
+    held = "".join(event.text for event in client.events if isinstance(event, TextDelta) and event.request_id == "b")
+    assert held, "an abort sends the text that was held back"
+    assert text.startswith(held)
     client.close()
 
 
@@ -201,12 +210,14 @@ def test_only_the_last_system_prompt_is_pinned(last: str, engine: Engine) -> Non
 def test_a_template_is_told_whether_to_think(tiny_model: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_model, tmp_path / "thinking")
     config = json.loads((directory / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": THINKING}))
+    template = "{% if enable_thinking is defined and not enable_thinking %}/no_think{% endif %}" + THINKING
+    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
     (directory / "chat_template.jinja").unlink(missing_ok=True)
     client = Client(load_engine(str(directory), EngineConfig(device="cpu", num_blocks=24)))
     lengths = {}
     for thinks in (None, True, False):
-        client.do(Generate(f"{thinks}", "c", FILE, PARAMS, thinks=thinks))
+        client.do(Generate(f"{thinks}", "c", FILE, PARAMS, thinks=thinks, num_pinned=1))
+        assert client.has_file
         started = client.last(Started)
         assert isinstance(started, Started)
         lengths[thinks] = started.num_prompt_tokens

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lib.models import write_tiny_model
+from minillm.loading import bandwidth
 from minillm.runner.runner import Runner
 from minillm.service.__main__ import Inbox, serve
 from minillm.service.messages import Load, Loaded, Loading, Message, Preparing
@@ -25,11 +26,15 @@ def test_until_a_command_comes(pieces: int, tmp_path: Path, monkeypatch: pytest.
         return True
 
     monkeypatch.setattr(Runner, "prepare_ahead", prepare_ahead)
+    rated: list[str] = []
+    monkeypatch.setattr(bandwidth, "known_rate", lambda device: rated.append(device.type))
     options = {"device": "cpu", "dtype": "float32", "num_blocks": 16}
     inbox.put(Load(str(write_tiny_model(tmp_path)), options))
     assert serve(inbox, events.append) == 0
     assert len(done) == pieces
+    assert rated == ["cpu"], "the app's model list uses the rate"
     assert any(isinstance(event, Loaded) for event in events[: events.index(done[0])])
+    assert not any(isinstance(event, Preparing) for event in events), "there is nothing to report"
 
 
 @pytest.mark.parametrize("wait_warm", [False, True])
