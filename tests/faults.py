@@ -204,7 +204,7 @@ TABLE: dict[str, list[tuple[str, ...]]] = {
          BLOCKS + "test_a_block_is_found_behind_its_own_beginning_only"),
     ],
     "minillm/cache/swap.py": [
-        ("saved-before-its-copy", "SwapSpace.swap_out", "Call 7", "$args[0]", HISTORIES),
+        ("saved-before-its-copy", "SwapSpace.swap_out", "Call 3", "$args[0]", HISTORIES),
         ("host-overfilled", "SwapSpace.swap_out", "Compare 0.comparators[0]", "$ + 1", HISTORIES),
         ("block-not-brought-back", "SwapSpace.swap_in", "ListComp 0", "$[1:]", HISTORIES),
         ("salt-lost-on-the-host", "SwapSpace.swap_in", "Call 4", "$func($args[0])",
