@@ -42,7 +42,7 @@ class Conversations:
         self._files = FilePins(self.driver, self.engine.cache)
         self.reporter = Reporter(self.engine, self.send, self._owners)
         self._systems: dict[str, SequenceGroup] = {}  # requests that compute system prompts, by request
-        self._pinning: SequenceGroup | None = None  # the last one that computes or has computed the prompt to pin
+        self._pinning: SequenceGroup | None = None  # the one that computes the prompt to pin
         self._pinned: Sequence | None = None  # the pinned system prompt
         self._opened: dict[str, SequenceGroup] = {}  # by conversation: the request that reads its blocks ahead
 
@@ -299,6 +299,7 @@ class Conversations:
         if group is not self._pinning:  # another prompt is pinned instead, or none
             idle_sequences.release(self.driver, sequence)
             return
+        self._pinning = None  # it has ended, and must not be aborted
         if sequence.table is not None:
             try:
                 idle_sequences.pin(self.driver, sequence)
