@@ -88,6 +88,18 @@ def test_a_request_that_is_aborted_while_it_is_prepared_never_runs(model: Llama)
     run(inside)
 
 
+def test_an_answer_that_was_aborted_cannot_be_forked_and_holds_no_block(model: Llama) -> None:
+    inside, _ = around(model)
+    for name in ("gone", "stays"):
+        inside.add(prepared(name, [5, 6, 7], 9))
+    inside.step()
+    inside.abort("gone")
+    run(inside)
+    assert list(inside.forkable) == ["stays"]
+    kept = {block for each in inside.forkable["stays"].sequences for block in each.blocks}
+    assert inside.engine.cache.num_free == inside.engine.cache.num_blocks - len(kept)
+
+
 def test_watchers_see_the_pool_change(model: Llama) -> None:
     inside, events = around(model)
     sessions = Sessions(inside.driver, inside, events.append)  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ class FairQueue:
             able = [each for each in self.waiting if self._leaves_some(each)] if self.shared else self.waiting
             if not able:
                 return
-            first = min(able, key=lambda each: self._rank(each, now))
+            first = min(able, key=lambda each: self._rank(each, now))  # the first to come among equals
             if self.num_taken + first.count > self.total and not first.turn.done():
                 return
             self.waiting.remove(first)
@@ -152,6 +152,6 @@ class FairQueue:
         free = self.total - self.num_taken
         return each.turn.done() or leaves_some(self.taken[each.tenant], each.count, free, _TIMES)
 
-    def _rank(self, each: Place, now: float) -> tuple[int, int, float]:
+    def _rank(self, each: Place, now: float) -> tuple[int, int]:
         waited = int((now - each.since) / _PATIENCE)
-        return self.taken[each.tenant] - waited, each.priority - waited, each.since
+        return self.taken[each.tenant] - waited, each.priority - waited

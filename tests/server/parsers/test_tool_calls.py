@@ -126,6 +126,10 @@ FORMS = {
 }
 
 
+def test_a_template_without_tools_tells_no_form_of_calls() -> None:
+    assert call_form("[TOOL_CALLS]") == FORMS["hermes"] != FORMS["mistral"]
+
+
 @pytest.mark.parametrize(
     ("template", "read", "not_read"),
     [
