@@ -232,13 +232,20 @@ def test_the_prompt_of_a_chat_is_scored(client: openai.OpenAI, llm: LLM) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_of_prompts_are_told_where_they_are_wanted(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+def test_token_ids_are_told_where_they_are_wanted(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
     """Put them where vLLM does: a chat has one prompt, each choice of a completion its own."""
-    wanted: Any = {"extra_body": {"return_token_ids": True}, "model": "tiny", "max_tokens": 2, "stream": stream}
-    ours = llm.chat(MESSAGES, SamplingParams(max_tokens=1))[0].prompt_token_ids
+    wanted: Any = {"model": "tiny", "max_tokens": 2, "temperature": 0, "stream": stream}
+    plain: Any = client.chat.completions.create(messages=MESSAGES, **wanted)
+    first, *_ = plain if stream else [plain]
+    assert not hasattr(first.choices[0], "token_ids")
+    wanted["extra_body"] = {"return_token_ids": True}
+    output = llm.chat(MESSAGES, SamplingParams(max_tokens=2, temperature=0))[0]
+    ours = output.prompt_token_ids
     chat: Any = client.chat.completions.create(messages=MESSAGES, **wanted)
     chunks = list(chat) if stream else [chat]
     assert [chunk.prompt_token_ids for chunk in chunks if hasattr(chunk, "prompt_token_ids")] == [ours]
+    answers = [getattr(chunk.choices[0], "token_ids", None) or [] for chunk in chunks if chunk.choices]
+    assert [token_id for each in answers for token_id in each] == output.outputs[0].token_ids
     found: Any = client.completions.create(prompt=["a b", "c"], **wanted)
     ids = {
         choice.index: choice.prompt_token_ids
