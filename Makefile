@@ -110,7 +110,7 @@ bench: $(VENV)/installed
 	$(BIN)/minillm bench latency --shape smollm2-135m
 
 size: $(VENV)/installed-dev
-	@BASE=$(BASE) $(BIN)/python tests/size.py
+	@$(BIN)/python tests/size.py $(BASE)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import subprocess
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -47,9 +47,8 @@ def _lines(commit: str | None) -> Counter[str]:
     return lines
 
 
-def main() -> None:
-    """Print a line for each folder and sum, and the length of chapter 1."""
-    base = os.environ.get("BASE")
+def main(base: str | None = None) -> None:
+    """Print a line for each folder and sum, and the length of chapter 1. With ``base``, also the changes since."""
     now, before = _lines(None), _lines(base) if base else Counter[str]()
     for name in sorted(now | before, key=lambda name: ("sum" in name, name)):
         change = f"{now[name] - before[name]:+9,}" if base else ""
@@ -58,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -51,8 +51,7 @@ def test_the_first_chapter_stays_short() -> None:
     assert 0 < len(first_chapter()) <= _CHAPTER
 
 
-def test_make_size_counts_every_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("BASE", raising=False)
+def test_make_size_counts_every_line(capsys: pytest.CaptureFixture[str]) -> None:
     main()
     rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     counts = {name: int(count.replace(",", "")) for count, name in rows}
