@@ -94,7 +94,7 @@ def serve(inbox: Inbox, send: Send, *, is_app: bool = True) -> int:
     requests = EngineRequests(driver, send)
     sessions = Sessions(driver, requests, send)
     requests.others = sessions.owners
-    calls = CallDispatcher(driver, requests, sessions, send)
+    calls = CallDispatcher(engine, requests, sessions, send)
     prepare = _Preparation(engine, send)
     if first.wait_warm:
         while prepare.advance(before_ready=True):

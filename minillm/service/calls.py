@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from minillm.engine.driver import Driver
+from minillm.engine.engine import Engine
 from minillm.engine.prompts import token_ids_of, tokenizer_of
 from minillm.errors import MinillmError
 from minillm.service import call_messages as messages
@@ -28,10 +28,10 @@ class CallDispatcher:
     """
 
     def __init__(
-        self, driver: Driver, requests: EngineRequests, sessions: Sessions, send: Callable[[messages.AnyEvent], None]
+        self, engine: Engine, requests: EngineRequests, sessions: Sessions, send: Callable[[messages.AnyEvent], None]
     ) -> None:
         self.jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._driver, self._requests, self._sessions, self._send = driver, requests, sessions, send
+        self._engine, self._requests, self._sessions, self._send = engine, requests, sessions, send
         self._pool = SharedThreads(_THREADS, "prepare")
         self._grammars = SharedThreads(_THREADS, "grammar")  # a grammar that takes seconds delays only other grammars
 
@@ -39,7 +39,7 @@ class CallDispatcher:
         """Start the process for chat templates before the first conversation arrives, because that takes a while."""
         first = messages.Conversation([{"role": "user", "content": "hello"}])
         # If this fails, later conversations report the error.
-        self._pool.submit("", partial(prompt_ids, self._driver, first, ""))
+        self._pool.submit("", partial(prompt_ids, self._engine, first, ""))
 
     def take_command(self, command: Any) -> None:
         """Queue a command, if the front end is a chat app. The command None means that the app has ended."""
@@ -84,13 +84,13 @@ class CallDispatcher:
     def _is_quick(self, prompt: str | list[int] | messages.Conversation | None) -> bool:
         """Return whether a prompt can be prepared so fast that this thread may do it without delaying later calls."""
         if isinstance(prompt, str):
-            tokenizer = self._driver.engine.tokenizer
+            tokenizer = self._engine.tokenizer
             return len(prompt) <= _SHORT and (tokenizer is None or tokenizer.encodes_here)
         return prompt is None or isinstance(prompt, list)  # nothing to encode
 
     def _prepare(self, call: messages.Complete) -> None:
         try:
-            prepared = prepare(self._driver, call)
+            prepared = prepare(self._engine, call)
         except MinillmError as error:
             self.jobs.put(partial(self._requests.refuse, call.request_id, error))
         except Exception as error:
@@ -101,7 +101,7 @@ class CallDispatcher:
 
     def _pin(self, call: messages.PinPrefix) -> None:
         def work() -> None:
-            ids = prompt_ids(self._driver, call.prompt, call.tenant)
+            ids = prompt_ids(self._engine, call.prompt, call.tenant)
             self.jobs.put(partial(self._requests.prefixes.pin, call, ids))
 
         self._answer(call.call_id, work, silent=True)
@@ -123,15 +123,15 @@ class CallDispatcher:
                 self._send(messages.Result(call_id, value))
 
     def _tokens(self, call: messages.Tokenize | messages.Detokenize) -> object:
-        tokenizer = tokenizer_of(self._driver.engine)
+        tokenizer = tokenizer_of(self._engine)
         if isinstance(call, messages.Detokenize):
             return tokenizer.decode(call.token_ids)
         if isinstance(call.prompt, messages.Conversation):
-            ids = prompt_ids(self._driver, call.prompt, call.tenant)
-            ids, _ = with_thoughts(self._driver, ids, call.prompt, is_bare=call.is_bare)
+            ids = prompt_ids(self._engine, call.prompt, call.tenant)
+            ids, _ = with_thoughts(self._engine, ids, call.prompt, is_bare=call.is_bare)
         else:
             ids = token_ids_of(
-                self._driver.engine,
+                self._engine,
                 call.prompt,
                 add_special_tokens=call.add_special_tokens,
                 parse_special=call.parse_special,

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from minillm.engine.driver import Driver
+from minillm.engine.engine import Engine
 from minillm.engine.prompts import token_ids_of, tokenizer_of
 from minillm.errors import UsageError
 from minillm.grammar.grammar import MAX_BYTES, Grammar
@@ -37,33 +37,33 @@ class Prepared:
     continuation: list[int] | None = None  # used instead of ``token_ids`` if the tokens before the fork end in text
 
 
-def prepare(driver: Driver, call: Complete) -> Prepared:
+def prepare(engine: Engine, call: Complete) -> Prepared:
     """Convert a request to token ids and parameters. Raises MinillmError if the request is invalid."""
     params = _params(call)
-    driver.engine.requests.grammars.matcher(params)  # compile the grammar now, so that the engine thread need not
-    token_ids = [] if call.prompt is None else prompt_ids(driver, call.prompt, call.tenant, special=call.fork is None)
+    engine.requests.grammars.matcher(params)  # compile the grammar now, so that the engine thread need not
+    token_ids = [] if call.prompt is None else prompt_ids(engine, call.prompt, call.tenant, special=call.fork is None)
     continuation = None
     if isinstance(call.prompt, str) and call.fork is not None:
-        continuation = tokenizer_of(driver.engine).encode(call.prompt, add_special_tokens=False, continues=True)
+        continuation = tokenizer_of(engine).encode(call.prompt, add_special_tokens=False, continues=True)
     opened = False
     if isinstance(call.prompt, Conversation):
-        token_ids, opened = with_thoughts(driver, token_ids, call.prompt, is_bare=call.is_bare)
+        token_ids, opened = with_thoughts(engine, token_ids, call.prompt, is_bare=call.is_bare)
     return Prepared(call, token_ids, params, opened, continuation)
 
 
 def with_thoughts(
-    driver: Driver, token_ids: list[int], conversation: Conversation, *, is_bare: bool
+    engine: Engine, token_ids: list[int], conversation: Conversation, *, is_bare: bool
 ) -> tuple[list[int], bool]:
     """Return a conversation's token ids, and whether they end inside the reasoning.
 
     ``is_bare``: the answer must not contain reasoning. If the conversation ends inside the reasoning, for example
     because the chat template ends with an opening tag, the tokens of a closing tag are appended.
     """
-    opened = is_opened(tokenizer_of(driver.engine).decode, token_ids)
+    opened = is_opened(tokenizer_of(engine).decode, token_ids)
     if conversation.continue_final_message:
         opened = opened or is_unfinished(plain_messages(conversation.messages[-1:])[0]["content"])
     if opened and is_bare:
-        return token_ids + token_ids_of(driver.engine, _NO_THOUGHTS, parse_special=True, after=token_ids), False
+        return token_ids + token_ids_of(engine, _NO_THOUGHTS, parse_special=True, after=token_ids), False
     return token_ids, opened
 
 
@@ -113,7 +113,7 @@ def _naming(tool: str) -> Iterator[None]:
 
 
 def prompt_ids(
-    driver: Driver, prompt: str | list[int] | Conversation, tenant: str, *, special: bool = True
+    engine: Engine, prompt: str | list[int] | Conversation, tenant: str, *, special: bool = True
 ) -> list[int]:
     """Return the token ids of a tenant's prompt.
 
@@ -121,20 +121,20 @@ def prompt_ids(
     """
     if isinstance(prompt, Conversation):
         if known := prompt.known_ids:
-            if known[-1] in driver.engine.requests.eos_token_ids:  # the template ends the answer itself
+            if known[-1] in engine.requests.eos_token_ids:  # the template ends the answer itself
                 known = known[:-1]
             with suppress(UsageError):  # for example a template that shows results of tools only after calls
-                return known + _chat_ids(driver, prompt, tenant, prompt.num_known)
-        return _chat_ids(driver, prompt, tenant)
+                return known + _chat_ids(engine, prompt, tenant, prompt.num_known)
+        return _chat_ids(engine, prompt, tenant)
     if isinstance(prompt, str):
-        if not driver.engine.requests.tokenizer:
+        if not engine.requests.tokenizer:
             raise UsageError("this model has no tokenizer; give token ids instead of text")
-        return token_ids_of(driver.engine, prompt, add_special_tokens=special)
+        return token_ids_of(engine, prompt, add_special_tokens=special)
     return prompt
 
 
-def _chat_ids(driver: Driver, prompt: Conversation, tenant: str, num_known: int = 0) -> list[int]:
-    return tokenizer_of(driver.engine).apply_chat_template(
+def _chat_ids(engine: Engine, prompt: Conversation, tenant: str, num_known: int = 0) -> list[int]:
+    return tokenizer_of(engine).apply_chat_template(
         prompt.messages,
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
@@ -142,7 +142,7 @@ def _chat_ids(driver: Driver, prompt: Conversation, tenant: str, num_known: int 
         thinks=prompt.template_options.get("enable_thinking"),
         num_known=num_known,
         owner=tenant,
-        max_tokens=driver.engine.max_model_len,
+        max_tokens=engine.max_model_len,
     )
 
 

@@ -46,8 +46,8 @@ def test_nothing_waits_behind_a_prompt_that_takes_long(
         preparing=set(), add=lambda call: said.append(f"add {call.request_id}"), abort=lambda name: said.append(name)
     )
     tokenizer = None if encodes_here is None else SimpleNamespace(encodes_here=encodes_here)
-    driver: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer))
-    reader = calls.CallDispatcher(driver, requests, None, lambda event: None)  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(tokenizer=tokenizer)
+    reader = calls.CallDispatcher(engine, requests, None, lambda event: None)  # type: ignore[arg-type]
     reader.take(Complete("x", "t", prompt, params))
     reader.take(Abort("y"))
     goes_on.set()
